@@ -1,0 +1,99 @@
+"""Settings: flags > `RAGBLEND_*` environment > `ragblend.toml` > defaults. A frozen value, checked once, at birth."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from ragblend.errors import UsageError
+
+CONFIG_FILE = "ragblend.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every command and `load_engine` can be told. Paths are relative to the working directory."""
+
+    model: str = "demo"  # "demo", a Hugging Face id or a local path
+    dtype: str = "auto"  # auto (the checkpoint's, float32 on CPU), float32, bfloat16, float16
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    index: str = "ragblend-data/index"
+    store: str = "ragblend-data/kv"
+    embedder: str = "auto"  # auto (MiniLM if installed, else hashing), minilm, hashing, a Hugging Face id or a path
+    memory_gib: float = 2.0  # budget of the memory tier
+    chunk_size: int = 512  # tokens of the LLM's own tokenizer
+    k: int = 6  # chunks retrieved per question
+    neighbours: int = 0  # chunks added before and after each hit, from the same document
+    order: str = "score"  # score, or document: hits in reading order
+    mode: str = "blend"
+    rule: str = "auto"
+    ratio: float | None = None  # recompute ratio; None is the rule's default
+    max_tokens: int = 256
+    system: str | None = None
+    namespace: str = ""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise UsageError(f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        for name in ("chunk_size", "k", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.neighbours < 0:
+            raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")
+        if self.memory_gib < 0:
+            raise UsageError(f"memory_gib is {self.memory_gib}; choose 0 (no memory tier) or more")
+        for name, known in (
+            ("mode", ("blend", "full", "prefix", "reuse")),
+            ("order", ("score", "document")),
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+        ):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
+    """Settings from `flags` (None values are unset), the environment and `ragblend.toml` in `directory`."""
+    values = _from_file((directory or Path.cwd()) / CONFIG_FILE)
+    values.update(_from_environment(os.environ))
+    values.update({name: value for name, value in (flags or {}).items() if value is not None})
+    return Settings(**values)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    known = {field.name for field in fields(Settings)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"{path} sets {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
+    return {name: _cast(name, value, str(path)) for name, value in values.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for field in fields(Settings):
+        variable = f"RAGBLEND_{field.name.upper()}"
+        if variable in environment:
+            values[field.name] = _cast(field.name, environment[variable], variable)
+    return values
+
+
+def _cast(name: str, value: Any, origin: str) -> Any:
+    """`value` as the setting's type; text from the environment is parsed."""
+    hint = get_type_hints(Settings)[name]
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    try:
+        if kinds[0] is bool and isinstance(value, str):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+        return kinds[0](value)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"{origin} sets {name} to {value!r}; expected {kinds[0].__name__}") from error

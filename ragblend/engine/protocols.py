@@ -1,0 +1,152 @@
+"""The seams: what a store and a model must offer to the fusor and the engines, and who owns the memory.
+
+Small Protocols, no inheritance. Implementations: `store`, `disk` (KVStore), `loader` (LayerSource),
+`transformers_layers` (LayerwiseModel), `transformers_engine` (Engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ragblend.engine.kv import ChunkKV, LayerKV
+from ragblend.engine.report import Generation, Mode
+from ragblend.segments import Part, SegmentedPrompt, Segmenter
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What a store has seen since it was opened. A damaged entry counts as a miss too."""
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_puts: int = 0
+    num_damaged: int = 0
+    num_evicted: int = 0
+
+
+class KVStore(Protocol):
+    """Chunk KV by key. Safe to share between threads; a DiskStore also between processes.
+
+    `get` returns None for a miss and never raises for one; a damaged, truncated or foreign entry, or one whose
+    token ids differ from `token_ids`, is a miss with a warning and a counter. The tensors it returns are
+    read-only. `put` of a key that is already stored is harmless; it raises StoreFullError when there is no room.
+    """
+
+    @property
+    def counters(self) -> StoreCounters: ...
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None: ...
+    def put(self, kv: ChunkKV) -> None: ...
+    def contains(self, key: str) -> bool: ...
+    def delete(self, key: str) -> bool: ...
+    def keys(self) -> Iterator[str]: ...
+    def nbytes(self) -> int: ...
+
+
+class FusedLayers(Protocol):
+    """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order."""
+
+    def keys(self, layer: int) -> Tensor: ...  # [H, capacity, D], rotated to their positions
+    def values(self, layer: int) -> Tensor: ...  # [H, capacity, D]
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None: ...
+
+
+class LayerSource(Protocol):
+    """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
+
+    It raises DamagedEntryError when stored bytes turn out wrong: the request starts again with that chunk as a miss.
+    """
+
+    def wait(self, layer: int) -> None: ...
+
+
+class LayerwiseModel(Protocol):
+    """A decoder whose layers can be run one at a time, over any subset of the prompt's tokens.
+
+    `rows` are prompt positions [R], ascending; `hidden` is [R, hidden size]. Each row attends to every row of
+    `fused` at or before its own position. `place_keys` may be called from a second thread; the rest runs one
+    request at a time. Nothing here keeps a reference to what it returns.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def kv_share(self) -> float: ...  # share of one layer's parameters that makes K and V, for charged budgets
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor: ...
+    def run_layer_keeping_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+    ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32
+
+
+class CheckableModel(LayerwiseModel, Protocol):
+    """A LayerwiseModel that also offers its own, untouched full prefill to be compared with."""
+
+    @property
+    def like(self) -> Tensor: ...  # an empty tensor of the KV's dtype and device
+    @property
+    def kv_shapes(self) -> Sequence[tuple[int, int, int]]: ...  # per layer: H, D of keys, D of values
+    def full_prefill(
+        self, token_ids: Tensor
+    ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
+
+
+class Stream(Protocol):
+    """An answer as it is made: iterate for text; `result` is complete once the iteration has ended."""
+
+    result: Generation
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __next__(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """A model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
+
+    `precompute` returns the bytes stored, 0 when the chunk's KV was there already.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def segmenter(self) -> Segmenter: ...
+    @property
+    def store(self) -> KVStore: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int: ...
+    def is_stored(self, chunk: Part) -> bool: ...
+    def precompute(self, chunk: Part) -> int: ...
+    def generate(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: float | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        stop: Sequence[str] | None = None,
+    ) -> Generation: ...
+    def stream(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: float | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        stop: Sequence[str] | None = None,
+    ) -> Stream: ...
+    def close(self) -> None: ...

@@ -1,0 +1,74 @@
+"""What a request reused, recomputed and cost: the facts a user sees beside every answer.
+
+Plain values only. Knows nothing about how they came about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Mode = Literal["blend", "full", "prefix", "reuse"]
+MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
+PrefixMatch = Literal["exact", "approximate"]
+
+
+@dataclass(slots=True)
+class ChunkReport:
+    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV needs no recompute at all."""
+
+    source: str
+    num_tokens: int
+    hit: bool
+    prefix_match: PrefixMatch | None = None
+    exact: bool = False
+    num_recomputed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BlendReport:
+    """One request. Durations in seconds; `ttft_s` = lookup + load + fuse + first token."""
+
+    mode: Mode
+    rule: str
+    recompute_ratio: float
+    ttft_s: float = 0.0
+    lookup_s: float = 0.0
+    load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing where it comes from disk
+    stall_s: float = 0.0  # the part of load_s that fusing had to wait for
+    fuse_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_chunks: int = 0
+    num_chunk_hits: int = 0
+    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used as it is
+    num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
+    num_prefix_tokens: int = 0  # prompt tokens at the front whose KV was at hand exactly (prefix, earlier turns)
+    charged_budget: float = 0.0
+    charged_budget_32: float = 0.0
+    num_damaged_entries: int = 0
+    chunks: list[ChunkReport] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line for people: what was reused and what it cost."""
+        share = f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused"
+        hits = f"{self.num_chunk_hits}/{self.num_chunks} chunks from the store"
+        return f"{hits}, {share}, {self.num_recomputed_tokens} recomputed, first token after {self.ttft_s * 1e3:.0f} ms"
+
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True)
+class Generation:
+    """An answer and the facts about it. `finish_reason` is "length" when `max_tokens` or the context ended it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    report: BlendReport

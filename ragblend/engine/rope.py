@@ -1,0 +1,60 @@
+"""Put stored keys at their place in a prompt: one rotation, in float32, cast once (Su et al. 2021).
+
+Stored keys are pre-RoPE, so there is nothing to undo, and every fixed-frequency scaling (linear, Llama-3, YaRN) works
+unchanged: the model's own cosine and sine tables go in. Knows tensors and RoPE settings, not models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.errors import UnsupportedModelError
+
+FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope")
+"""RoPE types whose frequencies do not depend on the prompt's length (longrope: up to its original length)."""
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `states` [..., T, D] by tables `cos`, `sin` [T, R], R <= D; same dtype, rotation in float32.
+
+    Half layout (as Llama and its relatives): dimension i is paired with i + R/2. Only the first R dimensions turn
+    (partial rotary). Rotations compose: turning by p and then by q equals turning by p + q, as long as the tables
+    carry no attention scaling. Agrees with transformers' `apply_rotary_pos_emb`.
+    """
+    rotary_dim = cos.shape[-1]
+    turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
+    turned = turned.float()
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = turned.to(states.dtype)
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
+    angles = positions.float()[:, None] * inv_freq.float()[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * attention_scaling, angles.sin() * attention_scaling
+
+
+def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
+    """Longest prompt (tokens) at which the model's RoPE frequencies are fixed, so that keys can be placed.
+
+    Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types this file does not know.
+
+    >>> exact_context({"rope_type": "yarn"}, 131072)
+    131072
+    """
+    rope_type = rope_parameters.get("rope_type", "default")
+    if rope_type not in FIXED_FREQUENCY:
+        raise UnsupportedModelError(
+            f"RoPE type {rope_type!r} changes its frequencies with the prompt's length, so stored keys cannot be "
+            f"placed. Choose a model with one of {', '.join(FIXED_FREQUENCY)}, or set a fixed type in its config.json"
+        )
+    if rope_type == "longrope":
+        return int(rope_parameters.get("original_max_position_embeddings") or max_positions)
+    return max_positions

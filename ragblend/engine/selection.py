@@ -1,0 +1,194 @@
+"""Which stale tokens to recompute: one small function per rule, all with the same signature.
+
+A rule turns `Evidence` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
+are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
+is not among them. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.errors import UsageError
+
+DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors found to restore most answers
+
+# Layer 0's keys and values depend on the token alone, so stored and fresh agree there;
+# layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
+CHECK_LAYER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known about N candidate tokens, in prompt order. All tensors [N]."""
+
+    positions: Tensor  # int64, place in the prompt
+    offsets: Tensor  # int64, place within the chunk
+    key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
+    value_deviation: Tensor | None = None  # float32, the same for values
+    seed: int = 0
+
+
+class Check(NamedTuple):
+    """From `layer` on, `ratio` of the chunk tokens stay in the computation."""
+
+    layer: int
+    ratio: float
+
+
+def cacheblend(evidence: Evidence) -> Tensor:
+    """Squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
+    assert evidence.value_deviation is not None
+    return evidence.value_deviation
+
+
+def cacheblend_k(evidence: Evidence) -> Tensor:
+    """Squared deviation of K at the check layer (LMCache's blender)."""
+    assert evidence.key_deviation is not None
+    return evidence.key_deviation
+
+
+def first_k(evidence: Evidence) -> Tensor:
+    """The first tokens of every chunk, equally many each (EPIC, LegoLink): they act as attention sinks."""
+    return -evidence.offsets.float()
+
+
+def random(evidence: Evidence) -> Tensor:
+    """Control: any tokens, the same for the same seed."""
+    generator = torch.Generator().manual_seed(evidence.seed)
+    return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
+
+
+def position(evidence: Evidence) -> Tensor:
+    """Control: the tokens furthest into the prompt, whose stored KV missed the most context."""
+    return evidence.positions.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named way to choose tokens, and what it needs to see."""
+
+    name: str
+    score: Callable[[Evidence], Tensor]
+    needs_deviation: bool  # runs the layers before the check layer for all candidates
+    gradual: bool = False  # filters again at every layer after the check layer
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("cacheblend", cacheblend, needs_deviation=True),
+        Rule("cacheblend_gradual", cacheblend, needs_deviation=True, gradual=True),
+        Rule("cacheblend_k", cacheblend_k, needs_deviation=True),
+        Rule("first_k", first_k, needs_deviation=False),
+        Rule("random", random, needs_deviation=False),
+        Rule("position", position, needs_deviation=False),
+    )
+}
+
+# On the demo model K deviation recovers more of full prefill's answers than V deviation at every ratio
+# (`ragblend bench quality`), at the same cost.
+AUTO = "cacheblend_k"
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of that name; "auto" is the default rule."""
+    name = AUTO if name == "auto" else name
+    if name not in RULES:
+        raise UsageError(f"rule is {name!r}; choose auto or one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+def gradual_schedule(ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
+    """CacheBlend's gradual filtering: the kept share shrinks linearly from 1.5 to 0.5 times `ratio`, mean `ratio`.
+
+    The first check keeps more than `ratio`, each later layer drops the tokens that deviate least there (section 4.3).
+
+    >>> [round(check.ratio, 3) for check in gradual_schedule(0.2, num_layers=4)]
+    [0.3, 0.2, 0.1]
+    """
+    count = num_layers - check_layer
+    if count <= 1:
+        return (Check(check_layer, ratio),)
+    first = min(1.0, 1.5 * ratio)
+    last = 2 * ratio - first
+    return tuple(Check(check_layer + i, first + (last - first) * i / (count - 1)) for i in range(count))
+
+
+def schedule(
+    rule: Rule, ratio: float, num_layers: int, checks: Sequence[Check] | None = None, check_layer: int = CHECK_LAYER
+) -> tuple[Check, ...]:
+    """At which layers `rule` narrows the computation, and to what share of the chunk tokens.
+
+    `checks` overrides it: several check layers, ascending, with their own ratios. Raises UsageError where the
+    shares grow with depth (a token that was dropped has no hidden state any more).
+    """
+    if checks is not None:
+        return _validated(checks, num_layers)
+    if not rule.needs_deviation:
+        return (Check(0, ratio),)
+    if rule.gradual:
+        return gradual_schedule(ratio, num_layers, check_layer)
+    return _validated((Check(check_layer, ratio),), num_layers)
+
+
+def _validated(checks: Sequence[Check], num_layers: int) -> tuple[Check, ...]:
+    if not checks:
+        raise UsageError("no check layer given; pass at least one, e.g. checks=[Check(1, 0.15)]")
+    for before, after in itertools.pairwise(checks):
+        if after.layer <= before.layer or after.ratio > before.ratio:
+            raise UsageError(f"check layers must ascend and their ratios not grow: {before} is followed by {after}")
+    if checks[0].layer < 0 or checks[-1].layer >= num_layers:
+        raise UsageError(f"check layer {checks[-1].layer} does not exist; the model has layers 0..{num_layers - 1}")
+    for check in checks:
+        check_ratio(check.ratio)
+    return tuple(Check(*check) for check in checks)
+
+
+def check_ratio(ratio: float) -> float:
+    """`ratio` itself; raises UsageError unless 0 <= ratio <= 1."""
+    if not 0 <= ratio <= 1:
+        raise UsageError(f"recompute_ratio is {ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+    return ratio
+
+
+def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -> int:
+    """Tokens that `ratio` of the chunk tokens makes, capped at the candidates; 1.0 means every candidate.
+
+    >>> num_to_recompute(0.15, num_chunk_tokens=100, num_candidates=80)
+    15
+    """
+    # round() first: 0.15 * 100 is 15.000000000000002 in floating point, which ceil would turn into 16.
+    return min(num_candidates, math.ceil(round(ratio * num_chunk_tokens, 6)))
+
+
+def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
+    """Recomputed token-layers over `num_layers x chunk tokens`. `rows_per_layer[l]` counts everything run at layer l.
+
+    >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
+    0.4
+    """
+    if not num_chunk_tokens or not rows_per_layer:
+        return 0.0
+    return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
+
+
+def charged_budget_at(depth: int, rows_per_layer: Sequence[float], num_chunk_tokens: int, check_layer: int) -> float:
+    """The same rule's charged budget in a model of `depth` layers: layers up to the check cost the same, the mean
+    of the rest fills the depth. In a shallow model the check is most of the bill; this is the bill of a deep one.
+
+    >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
+    0.225
+    """
+    head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
+    if not tail or depth <= check_layer:
+        return charged_budget(rows_per_layer, num_chunk_tokens)
+    mean = sum(tail) / len(tail)
+    return charged_budget([*head, *[mean] * (depth - len(head))], num_chunk_tokens)

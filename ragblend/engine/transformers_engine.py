@@ -1,0 +1,577 @@
+"""Answer prompts from fused KV with a transformers model on one machine.
+
+`generate` reads like the paper's figure: keys -> stored KV, or misses -> placed KV, a layer ahead -> fused KV and
+first logits -> tokens. Safe to share between threads; one request computes at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.decoding import Sampler, Sampling, StopScanner
+from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.keys import chunk_key
+from ragblend.engine.kv import KVHeader, dtype_name
+from ragblend.engine.loader import LayerLoader
+from ragblend.engine.protocols import KVStore
+from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
+from ragblend.engine.selection import (
+    DEFAULT_RATIO,
+    RULES,
+    Check,
+    charged_budget,
+    charged_budget_at,
+    check_ratio,
+    find_rule,
+    schedule,
+)
+from ragblend.engine.self_check import self_check
+from ragblend.engine.transformers_layers import TransformersLayers
+from ragblend.errors import DamagedEntryError, PromptTooLongError, RagblendError, UsageError
+from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStream, TokenizedPrompt
+
+log = logging.getLogger(__name__)
+
+_PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
+_NO_RECOMPUTE = (Check(0, 0.0),)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. Held by the caller.
+
+    It may hold fused, hence approximate, KV: exact with respect to this conversation, and never stored.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    fused: FusedKV | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and everything it was asked with."""
+
+    prompt: TokenizedPrompt
+    mode: Mode
+    rule: str
+    ratio: float
+    checks: tuple[Check, ...] | None
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    conversation: Conversation | None
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """The KV of a prompt, its last token's logits [vocabulary], and what it took."""
+
+    fused: FusedKV
+    logits: Tensor
+    report: BlendReport
+    misses: tuple[Segment, ...] = ()
+    recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
+
+
+class TransformersEngine:
+    """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
+
+    `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
+    """
+
+    def __init__(
+        self,
+        layers: TransformersLayers,
+        segmenter: Segmenter,
+        store: KVStore,
+        *,
+        name: str,
+        fingerprint: str,
+        system: str | None = None,
+        namespace: str = "",
+        on_miss: str = "store",
+        check: bool = True,
+    ) -> None:
+        if on_miss not in ("store", "inline"):
+            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
+        self.layers = layers
+        self.name = name
+        self.fingerprint = fingerprint
+        self.segmenter = segmenter
+        self.store = store
+        self.system = system
+        self.namespace = namespace
+        self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self._lock = threading.Lock()
+        self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
+        self._backfill = _Backfill(self) if on_miss == "store" else None
+        if check:
+            self_check(layers, layers.config.vocab_size, name)
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.layers.context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored KV per chunk token, all layers."""
+        item = self.layers.like.element_size()
+        return sum(heads * (keys + values) * item for heads, keys, values in self.layers.kv_shapes)
+
+    # -- ingestion
+
+    def is_stored(self, chunk: Part) -> bool:
+        """Whether the chunk's KV behind the default prefix is in the store."""
+        return self.store.contains(self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk)))
+
+    def precompute(self, chunk: Part) -> int:
+        """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
+        return self._precompute(self.segmenter.chunk_ids(chunk))
+
+    def _precompute(self, token_ids: tuple[int, ...]) -> int:
+        prefix_ids = self.default_prefix_ids
+        key = self._key(prefix_ids, token_ids)
+        if not token_ids or self.store.contains(key):
+            return 0
+        self._check_length(len(prefix_ids) + len(token_ids), "chunk")
+        dtype = dtype_name(self.layers.dtype)
+        header = KVHeader(
+            key, self.fingerprint, prefix_ids, token_ids, self.layers.num_layers, dtype, namespace=self.namespace
+        )
+        with self._lock:
+            kv = prefill_chunk(self.layers, self._prefix(prefix_ids), header)
+        self.store.put(kv)
+        return kv.nbytes
+
+    # -- answering
+
+    def generate(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: float | None = None,
+        checks: Sequence[Check] | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+        conversation: Conversation | None = None,
+    ) -> Generation:
+        """Answer `prompt`. Greedy at temperature 0. The answer ends at the model's end token or a stop string.
+
+        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default. `checks` sets
+        several check layers with their own ratios instead. With a `conversation`, earlier turns are not prefilled
+        again. Raises PromptTooLongError beyond the model's context, UsageError for bad arguments.
+        """
+        stream = self.stream(
+            prompt,
+            mode=mode,
+            rule=rule,
+            recompute_ratio=recompute_ratio,
+            checks=checks,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            conversation=conversation,
+        )
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: float | None = None,
+        checks: Sequence[Check] | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+        conversation: Conversation | None = None,
+    ) -> GenerationStream:
+        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+
+        Arguments are checked here, before the first piece. Closing the stream early frees the engine.
+        """
+        if mode not in MODES:
+            raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
+        find_rule(rule)
+        ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
+        tokenized = self.segmenter.tokenize(prompt)
+        self._check_length(tokenized.num_tokens + 1, "prompt")
+        request = Request(
+            tokenized,
+            mode,
+            rule,
+            ratio,
+            tuple(checks) if checks is not None else None,
+            max_tokens,
+            Sampling(temperature, top_p, seed),
+            (stop,) if isinstance(stop, str) else tuple(stop or ()),
+            conversation,
+        )
+        return GenerationStream(self, request)
+
+    def prefill(self, request: Request) -> Prefilled:
+        """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
+        damaged: set[str] = set()
+        while True:
+            try:
+                with self._lock, torch.inference_mode():
+                    prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged)
+            except DamagedEntryError as error:
+                log.warning("%s; answering without it", error)
+                damaged.add(error.key)
+                self.store.delete(error.key)
+                continue
+            prefilled.report.num_damaged_entries = len(damaged)
+            return prefilled
+
+    def _full(self, request: Request) -> Prefilled:
+        """Full prefill: the model's own forward, no reuse."""
+        start_s = perf_counter()
+        logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
+        report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
+        segments = request.prompt.chunk_segments
+        report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
+        report.charged_budget = report.charged_budget_32 = 1.0 if segments else 0.0
+        return Prefilled(FusedKV(layers, request.prompt.num_tokens), logits, report)
+
+    def _blend(self, request: Request, damaged: set[str]) -> Prefilled:
+        """Full reuse, prefix reuse or blend: lookup, then fuse while the loader runs a layer ahead."""
+        start_s = perf_counter()
+        prompt = request.prompt
+        fused = FusedKV.allocate(
+            self.layers.kv_shapes, prompt.num_tokens + min(request.max_tokens, 256), self.layers.like
+        )
+        num_resident = self._resident(request, fused)
+        hits = self._lookup(request, num_resident, damaged)
+        plan = self._plan(request, [placement for placement, _ in hits.values()], num_resident)
+        lookup_s = perf_counter() - start_s
+        start_s = perf_counter()
+        with LayerLoader(
+            plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device
+        ) as loader:
+            result = fuse(self.layers, plan, fused, loader)
+        if self.layers.device.type == "cuda":
+            torch.cuda.synchronize(self.layers.device)
+        report = BlendReport(
+            request.mode,
+            find_rule(request.rule).name if request.mode == "blend" else "none",
+            plan.checks[0].ratio if request.checks is not None else request.ratio if request.mode == "blend" else 0.0,
+            lookup_s=lookup_s,
+            load_s=loader.load_s,
+            stall_s=loader.stall_s,
+            fuse_s=perf_counter() - start_s - loader.stall_s,
+            num_prefix_tokens=num_resident,
+        )
+        self._count(report, request, plan, hits, result, num_resident)
+        segments = [segment for segment in prompt.chunk_segments if segment.start >= num_resident]
+        misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
+        return Prefilled(fused, result.logits, report, misses, result.recomputed)
+
+    def _resident(self, request: Request, fused: FusedKV) -> int:
+        """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
+        prompt, conversation = request.prompt, request.conversation
+        if conversation is not None and conversation.fused is not None:
+            count = _common_prefix(conversation.token_ids, prompt.token_ids)
+            # Never end inside a chunk: its stored KV is placed whole or not at all.
+            for segment in prompt.chunk_segments:
+                if segment.start < count < segment.end:
+                    count = segment.start
+            count = min(count, prompt.num_tokens - 1)
+            if count > len(prompt.prefix_ids):
+                fused.copy_front(conversation.fused, count)
+                return count
+        prefix = self._prefix(prompt.prefix_ids)
+        fused.copy_front(prefix, prefix.length)
+        return prefix.length
+
+    def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
+        """KV of a prefix, computed once and kept in memory."""
+        known = self._prefixes.get(prefix_ids)
+        if known is None:
+            known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
+            if prefix_ids:
+                plan = FusePlan(self._ids(prefix_ids), (), RULES["first_k"], _NO_RECOMPUTE)
+                with LayerLoader((), self.layers.num_layers, self.layers.place_keys, known, self.layers.device) as none:
+                    fuse(self.layers, plan, known, none)
+            self._prefixes[prefix_ids] = known
+            if len(self._prefixes) > _PREFIXES_KEPT:
+                self._prefixes.popitem(last=False)
+        self._prefixes.move_to_end(prefix_ids)
+        return known
+
+    def _lookup(
+        self, request: Request, num_resident: int, damaged: set[str]
+    ) -> dict[int, tuple[Placement, PrefixMatch]]:
+        """Stored chunks by prompt position. The prompt's exact prefix is tried first, then the default prefix."""
+        prefix_ids = request.prompt.prefix_ids
+        found: dict[int, tuple[Placement, PrefixMatch]] = {}
+        for segment in request.prompt.chunk_segments:
+            if segment.start < num_resident:
+                continue
+            behind_prefix = segment.start == len(prefix_ids)
+            for candidate in dict.fromkeys((prefix_ids, self.default_prefix_ids)):
+                match: PrefixMatch = "exact" if candidate == prefix_ids else "approximate"
+                exact = match == "exact" and behind_prefix
+                if request.mode == "prefix" and not exact:
+                    continue
+                key = self._key(candidate, segment.token_ids)
+                if key in damaged or not self.store.contains(key):
+                    continue
+                kv = self.store.get(key, segment.token_ids)
+                if kv is not None:
+                    found[segment.start] = (Placement(kv, segment.start, exact), match)
+                    break
+        return found
+
+    def _plan(self, request: Request, placements: Sequence[Placement], num_resident: int) -> FusePlan:
+        rule = find_rule(request.rule)
+        checks: tuple[Check, ...] = _NO_RECOMPUTE
+        if request.mode == "blend":
+            checks = schedule(rule, request.ratio, self.layers.num_layers, request.checks)
+        ids = self._ids(request.prompt.token_ids)
+        return FusePlan(ids, tuple(placements), rule, checks, num_resident, request.sampling.seed or 0)
+
+    def _count(
+        self,
+        report: BlendReport,
+        request: Request,
+        plan: FusePlan,
+        hits: dict[int, tuple[Placement, PrefixMatch]],
+        result: Fused,
+        num_resident: int,
+    ) -> None:
+        """What was reused and recomputed, per chunk and in all."""
+        recomputed = result.recomputed
+        num_computed = 0  # chunk tokens with no stored KV: they run through every layer
+        for segment in request.prompt.chunk_segments:
+            hit = hits.get(segment.start)
+            inside = int(((recomputed >= segment.start) & (recomputed < segment.end)).sum()) if hit else 0
+            resident = segment.start < num_resident
+            if not hit and not resident:
+                num_computed += segment.num_tokens
+            report.chunks.append(
+                ChunkReport(
+                    _source(segment),
+                    segment.num_tokens,
+                    hit=hit is not None or resident,
+                    prefix_match=hit[1] if hit else "exact" if resident else None,
+                    exact=hit[0].exact if hit else resident,
+                    num_recomputed_tokens=inside,
+                )
+            )
+        total = plan.num_chunk_tokens + num_computed
+        rows = [count + num_computed for count in result.rows_per_layer]
+        first_check = plan.checks[0].layer
+        report.charged_budget = charged_budget(rows, total)
+        report.charged_budget_32 = charged_budget_at(32, rows, total, first_check)
+        report.num_recomputed_tokens = len(recomputed)
+        report.num_reused_tokens = num_resident + plan.num_chunk_tokens - len(recomputed)
+
+    @torch.inference_mode()
+    def decode_step(self, token: int, fused: FusedKV) -> Tensor:
+        """Append `token` to `fused` and return the logits [vocabulary] of what follows it."""
+        with self._lock:
+            rows = torch.tensor([fused.length], device=self.layers.device)
+            hidden = self.layers.embed(self._ids([token]))
+            for layer in range(self.layers.num_layers):
+                hidden = self.layers.run_layer(layer, hidden, rows, fused)
+            fused.length += 1
+            return self.layers.logits(hidden)[-1]
+
+    def backfill(self, misses: Sequence[Segment]) -> None:
+        """Precompute `misses` alone, in the background, unless `on_miss` is "inline"."""
+        if self._backfill is not None:
+            for segment in misses:
+                self._backfill.add(segment.token_ids)
+
+    def flush(self) -> None:
+        """Wait until background precomputation has caught up; raises what failed there."""
+        if self._backfill is not None:
+            self._backfill.flush()
+
+    def close(self) -> None:
+        """Finish background work and release the thread."""
+        if self._backfill is not None:
+            self._backfill.close()
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: the tokenizer's and the generation config's."""
+        config = getattr(self.layers.model, "generation_config", None)
+        end: Any = getattr(config, "eos_token_id", None)
+        more = end if isinstance(end, list) else [end] if end is not None else []
+        return self.segmenter.stop_ids() | frozenset(more)
+
+    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace)
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self.layers.device)
+
+    def _check_length(self, num_tokens: int, what: str) -> None:
+        if num_tokens > self.context_length:
+            raise PromptTooLongError(
+                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
+                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
+            )
+
+
+class GenerationStream:
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
+
+    def __init__(self, engine: TransformersEngine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._start_s = perf_counter()
+        self._pieces = self._run()
+        report = BlendReport(request.mode, request.rule, request.ratio)
+        self.result = Generation("", [], "cancelled", report)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating. The result keeps what was made so far."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[str]:
+        engine, request, result = self._engine, self._request, self.result
+        prefilled = engine.prefill(request)
+        sampler = Sampler(request.sampling)
+        token = sampler.choose(prefilled.logits)
+        result.report = report = prefilled.report
+        report.ttft_s = perf_counter() - self._start_s
+        report.prompt_tokens = request.prompt.num_tokens
+        report.num_chunks = len(report.chunks)
+        report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
+        text, scanner = TextStream(engine.segmenter), StopScanner(request.stop)
+        ends = engine.stop_ids()
+        limit = min(request.max_tokens, engine.context_length - request.prompt.num_tokens)
+        decode_start_s = perf_counter()
+        try:
+            while True:
+                if token in ends:
+                    result.finish_reason = "stop"
+                    break
+                result.token_ids.append(token)
+                shown = scanner.push(text.push(token))
+                if shown:
+                    result.text += shown
+                    yield shown
+                if scanner.stopped:
+                    result.finish_reason = "stop"
+                    break
+                if len(result.token_ids) >= limit:
+                    result.finish_reason = "length"
+                    break
+                token = sampler.choose(engine.decode_step(token, prefilled.fused))
+            rest = scanner.flush()
+            if rest:
+                result.text += rest
+                yield rest
+        finally:
+            report.decode_s = perf_counter() - decode_start_s
+            report.completion_tokens = len(result.token_ids)
+            self._remember(prefilled.fused)
+            engine.backfill(prefilled.misses)
+
+    def _remember(self, fused: FusedKV) -> None:
+        conversation = self._request.conversation
+        if conversation is not None:
+            # The last generated token's KV is not computed until a token follows it.
+            ids = self._request.prompt.token_ids + self.result.token_ids
+            conversation.token_ids, conversation.fused = ids[: fused.length], fused
+
+
+class _Backfill:
+    """Precomputes missed chunks on a thread of its own, one at a time, so a request waits for at most one chunk."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self._queue: queue.Queue[tuple[int, ...] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def add(self, token_ids: tuple[int, ...]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ragblend-backfill", daemon=True)
+            self._thread.start()
+        self._queue.put(token_ids)
+
+    def flush(self) -> None:
+        self._queue.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (token_ids := self._queue.get()) is not None:
+            try:
+                self._engine._precompute(token_ids)
+            except (RagblendError, OSError) as error:
+                # The answer is out already; a full disk must not take the process down. flush() tells.
+                log.warning("a missed chunk was not stored: %s", error)
+                self._error = error
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading ids two sequences share.
+
+    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _source(segment: Segment) -> str:
+    return segment.chunk.source if segment.chunk is not None else ""

@@ -1,0 +1,280 @@
+"""A transformers decoder as a LayerwiseModel: its own layers, run one at a time over any subset of tokens.
+
+The seam is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the whole
+layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is plugged in
+through transformers' attention registry; norms, projections, QK-norm, GQA and MLP stay the model's code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ragblend.engine.kv import LayerKV
+from ragblend.engine.protocols import FusedLayers
+from ragblend.engine.rope import exact_context, rotate
+from ragblend.errors import UnsupportedModelError
+
+ATTENTION = "ragblend"
+
+# Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
+# attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
+BLOCK_ROWS = 64
+
+_WAY_OUT = (
+    "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
+    "Qwen2, Qwen3, Phi-3, Gemma and their relatives"
+)
+
+
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
+
+    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i]. Returns [1, Hq, R, D].
+    """
+    num_rows = query.shape[2]
+    ends = rows[torch.arange(BLOCK_ROWS - 1, num_rows + BLOCK_ROWS - 1, BLOCK_ROWS).clamp_(max=num_rows - 1)] + 1
+    outputs = []
+    for block, end in enumerate(ends.tolist()):
+        start = block * BLOCK_ROWS
+        block_rows = rows[start : start + BLOCK_ROWS]
+        mask = None
+        if len(block_rows) > 1:  # a single row sees all keys up to its own position: no mask
+            mask = torch.arange(end, device=rows.device)[None, :] <= block_rows[:, None]
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(
+                query[:, :, start : start + BLOCK_ROWS],
+                keys[:, :, :end],
+                values[:, :, :end],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    blend_rows: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' SDPA attention, except where a layer is run over scattered rows."""
+    if blend_rows is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
+
+
+class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
+
+    def __init__(self, fused: FusedLayers, rows: Tensor) -> None:
+        super().__init__(layers=[])
+        self._fused = fused
+        self._rows = rows
+        self._end = int(rows[-1]) + 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
+        self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
+        return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+
+
+class TransformersLayers:
+    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly."""
+
+    def __init__(self, model: Any) -> None:
+        refuse_unsupported(model)
+        AttentionInterface.register(ATTENTION, _attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval()
+        self.config = model.config
+        self._decoder = model.model
+        self._layers = list(model.model.layers)
+        self._rotary = model.model.rotary_emb
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self.context_length = exact_context(_rope_parameters(self.config), self.config.max_position_embeddings)
+        self._embedding_multiplier = getattr(self.config, "embedding_multiplier", 1.0) or 1.0  # Granite
+        self._logits_scaling = getattr(self.config, "logits_scaling", 1.0) or 1.0  # Granite
+        self.head_dim = getattr(self.config, "head_dim", None) or (
+            self.config.hidden_size // self.config.num_attention_heads
+        )
+        self.kv_shapes = [(self.config.num_key_value_heads, self.head_dim, self.head_dim)] * len(self._layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding table is, and so the KV."""
+        device: torch.device = self._decoder.embed_tokens.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype, and so the KV's."""
+        dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
+        return dtype
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the KV's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @property
+    def kv_share(self) -> float:
+        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
+        layer = self._layers[0]
+        attention = layer.self_attn
+        projections = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [attention.k_proj, attention.v_proj]
+        return _num_parameters(*projections) / _num_parameters(layer)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[R, hidden size] for ids [R]."""
+        hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._embedding_multiplier
+        return hidden
+
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
+        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
+        block = self._layers[layer]
+        attention = block.self_attn
+        normed = block.input_layernorm(hidden)
+        if hasattr(attention, "qkv_proj"):
+            keys, values = self._split_qkv(attention.qkv_proj(normed))
+        else:
+            keys, values = attention.k_proj(normed), attention.v_proj(normed)
+        keys = self._heads(keys)
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        return LayerKV(keys.transpose(0, 1), self._heads(values).transpose(0, 1))
+
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
+        cos, sin = self._rope(int(rows[-1]) + 1 if len(rows) else 1)
+        return rotate(keys, cos[rows], sin[rows])
+
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
+        """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
+        cos, sin = self._rope(int(rows[-1]) + 1)
+        embeddings = (cos[rows].to(hidden.dtype)[None], sin[rows].to(hidden.dtype)[None])
+        output = self._layers[layer](
+            hidden[None],
+            attention_mask=None,
+            position_ids=rows[None],
+            past_key_values=_RowCache(fused, rows),
+            use_cache=True,
+            position_embeddings=embeddings,
+            blend_rows=rows,
+        )
+        hidden = output[0] if isinstance(output, tuple) else output
+        return hidden[0]
+
+    def run_layer_keeping_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+    ) -> tuple[Tensor, LayerKV]:
+        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        attention = self._layers[layer].self_attn
+        tapped: list[Tensor] = []
+        # k_norm when there is one, because stored keys are after QK-norm; else the projection itself.
+        names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
+        hook = getattr(attention, names[0]).register_forward_hook(lambda _m, _args, output: tapped.append(output))
+        try:
+            hidden = self.run_layer(layer, hidden, rows, fused)
+        finally:
+            hook.remove()
+        keys = tapped[0][0]  # drop the batch dimension
+        if names[0] == "qkv_proj":
+            keys, _ = self._split_qkv(keys)
+        keys = self._heads(keys) if keys.ndim == 2 else keys
+        if keys.shape[0] == self.kv_shapes[layer][0] != len(rows):  # some models norm after the transpose: [H, R, D]
+            keys = keys.transpose(0, 1)
+        return hidden, LayerKV(keys.transpose(0, 1), fused.values(layer)[:, rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [R, vocabulary] in float32."""
+        logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._logits_scaling
+        return logits.float()
+
+    def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
+        """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
+        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
+        return output.logits[0, -1].float(), layers
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[R, H * D] -> [R, H, D]."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a fused projection [R, (Hq + 2H) * D]."""
+        kv_width = self.config.num_key_value_heads * self.head_dim
+        return qkv[..., -2 * kv_width : -kv_width], qkv[..., -kv_width:]
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
+        known = self._tables
+        if known is None or known[0].shape[0] < length:
+            # Doubling keeps re-computation rare while decoding moves one position at a time.
+            size = min(max(2 * length, 512), max(self.context_length, length))
+            positions = torch.arange(size, device=self.device)[None]
+            dummy = torch.empty(0, dtype=torch.float32, device=self.device)
+            cos, sin = self._rotary(dummy, position_ids=positions)
+            known = self._tables = (cos[0], sin[0])
+        return known
+
+
+def _num_parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
+    config, name = model.config, type(model).__name__
+    decoder = getattr(model, "model", None)
+    if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
+    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window:
+        raise UnsupportedModelError(
+            f"{name} has sliding_attention layers (window {window} tokens), whose KV cannot be moved within a prompt. "
+            f'{_WAY_OUT}; if your prompts stay below {window} tokens, set "sliding_window": null in its config.json'
+        )
+    for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, knob, None):
+            raise UnsupportedModelError(f"{name} uses {knob}, which partial prefill does not reproduce. {_WAY_OUT}")
+    for index, layer in enumerate(decoder.layers):
+        attention = getattr(layer, "self_attn", None)
+        projections = hasattr(attention, "qkv_proj") or (hasattr(attention, "k_proj") and hasattr(attention, "v_proj"))
+        if attention is None or not projections or not hasattr(layer, "input_layernorm"):
+            kind = type(attention if attention is not None else layer).__name__
+            raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_WAY_OUT}")
+    exact_context(_rope_parameters(config), config.max_position_embeddings)

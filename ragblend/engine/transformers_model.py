@@ -1,0 +1,138 @@
+"""Find, check, fingerprint and load a transformers model: "demo", a Hugging Face id or a local path.
+
+Knows transformers and the file layout of a checkpoint. Knows nothing about fusing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragblend.engine.keys import default_digest_cache, digest_files, fingerprint
+from ragblend.engine.kv import DTYPES, dtype_name
+from ragblend.errors import NotFoundError, RagblendError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
+
+DEMO = "demo"
+
+# What makes two models with the same weight bytes compute different KV. Named one by one, because transformers adds
+# config fields with every release, and a store should outlive an upgrade.
+ARCHITECTURE_FIELDS = (
+    "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
+    "attention_bias", "mlp_bias", "sliding_window", "layer_types", "partial_rotary_factor", "attention_multiplier",
+    "residual_multiplier", "embedding_multiplier", "num_experts", "num_experts_per_tok", "quantization_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, its tokenizer, where it came from and its fingerprint."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: Path
+    fingerprint: str
+
+
+def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+    """Load `model` in `dtype` on `device`. Remote code stays off unless `trust_remote_code`.
+
+    Raises NotFoundError when it is neither "demo", nor a directory, nor a model that Hugging Face can give us, and
+    UnsupportedModelError for architectures that are no causal decoder or need remote code.
+    """
+    path = find_model(model)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    place = _device(device)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        kind = _dtype(dtype, config, place)
+        weights = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=kind, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(
+            f"{model} cannot be loaded as a causal language model: {error}. ragblend needs safetensors weights of a "
+            "decoder such as Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma; see `ragblend doctor`"
+        ) from error
+    weights = weights.to(place).eval()
+    name = DEMO if model == DEMO else str(model).rstrip("/")
+    return LoadedModel(weights, tokenizer, name, path, model_fingerprint(path, config, dtype_name(kind)))
+
+
+def find_model(model: str) -> Path:
+    """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id."""
+    if model == DEMO:
+        return Path(str(files("ragblend") / "demo" / "weights"))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFoundError(f"{model} has no config.json; point to the directory that save_pretrained wrote")
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise NotFoundError(f"no model directory at {model}; give a Hugging Face id, a local path or 'demo'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFoundError(
+            f"model {model!r} is neither here nor on Hugging Face ({type(error).__name__}). "
+            "Check the name and the network, or use the embedded one: --model demo"
+        ) from error
+
+
+def model_fingerprint(path: Path, config: Any, dtype: str) -> str:
+    """Fingerprint of the checkpoint at `path` as it computes in `dtype`: weight bytes, architecture, RoPE."""
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise UnsupportedModelError(f"{path} has no *.safetensors weights; convert them with save_pretrained")
+    digest = digest_files(weights, default_digest_cache())
+    return fingerprint(digest, architecture(config), dtype)
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """The config fields that decide what KV the weights compute, as plain JSON values."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {name: values[name] for name in ARCHITECTURE_FIELDS if values.get(name) is not None}
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise RagblendError(f"device is {device!r}; choose cpu, cuda or cuda:N") from error
+
+
+def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype, or float32 on a CPU, where half precision is rarely faster and always coarser."""
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None) or torch.float32
+    return own if own in DTYPES.values() else torch.bfloat16
+
+
+def quiet() -> None:
+    """Keep transformers' progress bars and advice off the terminal; warnings stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

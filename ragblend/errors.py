@@ -1,0 +1,72 @@
+"""Every error a user can meet, each with the process exit code the command line returns for it.
+
+Messages name the value, the reason and the next thing to type. Knows nothing else of the package.
+"""
+
+from __future__ import annotations
+
+
+class RagblendError(Exception):
+    """A failure that the caller can act on. `exit_code` is what the command line exits with."""
+
+    exit_code: int = 1
+
+
+class UsageError(RagblendError, ValueError):
+    """An argument outside its range, or two that exclude each other."""
+
+    exit_code = 2
+
+
+class NotFoundError(RagblendError, FileNotFoundError):
+    """An index, a store, a model or a path that does not exist."""
+
+    exit_code = 3
+
+    def __str__(self) -> str:  # FileNotFoundError would print errno and file name
+        return str(self.args[0]) if self.args else ""
+
+
+class CorruptError(RagblendError):
+    """Stored bytes that do not match their checksum or schema."""
+
+    exit_code = 4
+
+
+class DamagedEntryError(CorruptError):
+    """One stored chunk failed its checksum while being read. Carries the `key`; the caller treats the chunk as a miss."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"stored KV {key} is damaged ({reason}); `ragblend verify --repair` drops and recomputes it")
+        self.key = key
+        self.reason = reason
+
+
+class BackendUnreachableError(RagblendError, ConnectionError):
+    """A remote engine or tier that does not answer."""
+
+    exit_code = 5
+
+
+class UnsupportedModelError(RagblendError):
+    """A model whose layers cannot be fused exactly; names the layer type and the way out."""
+
+
+class PromptTooLongError(RagblendError):
+    """More tokens than the model's context holds."""
+
+
+class StoreMismatchError(RagblendError):
+    """A store or an index that belongs to another model."""
+
+
+class StoreFullError(RagblendError):
+    """No room: the disk is full, or one chunk exceeds a tier's byte budget."""
+
+
+class EmptyCorpusError(RagblendError):
+    """Nothing to ingest, or nothing ingested yet."""
+
+
+class UnreadableDocumentError(RagblendError):
+    """One document that could not be read as text; ingestion reports it and goes on."""
