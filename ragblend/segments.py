@@ -357,10 +357,21 @@ class Segmenter:
         self._tokenizer = tokenizer
         self.format = format
         self._text_lead = getattr(format, "text_lead", "")
-        # Longest first, so that a control token is cut before one that is a part of it.
+        special = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
         added = tokenizer.get_added_vocab()
-        self._control_ids = frozenset(added.values())
-        self._control_texts = sorted((text for text in added if text.strip()), key=len, reverse=True)
+        control = {text: id for text, id in added.items() if text in special or _is_markup(text)}
+        self._control_ids = frozenset(control.values())
+        # Longest first, so that a control token is cut before one that is a part of it.
+        cuttable = (text for text in control if text.strip() and len(text) > 1)
+        self._control_texts = sorted(cuttable, key=len, reverse=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits; equal when the tokenizer and the prompt format give the same chunk ids."""
+        facts = [type(self.format).__name__, repr(self.format) if isinstance(self.format, DeclaredFormat) else ""]
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        facts.append(backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items())))
+        return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
 
     def tokenize(self, prompt: SegmentedPrompt) -> TokenizedPrompt:
         """Prefix, chunks, other text and suffix with ids and positions. Adjacent non-chunk pieces are one segment."""
@@ -432,6 +443,17 @@ class Segmenter:
         """Ids that end an answer, as far as the tokenizer knows."""
         end = self._tokenizer.eos_token_id
         return frozenset(end if isinstance(end, list) else [end] if end is not None else [])
+
+
+def _is_markup(text: str) -> bool:
+    """Whether an added token that is not marked special steers the model all the same, as `<tool_call>` does.
+
+    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
+
+    >>> _is_markup("<think>"), _is_markup("    "), _is_markup("é")
+    (True, False, False)
+    """
+    return len(text) > 1 and any(letter.isalnum() for letter in text)
 
 
 def _cut_inside(text: str, needles: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # NaN fails too
             raise UsageError(f"temperature is {self.temperature}; choose 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p}; choose more than 0, at most 1")
@@ -71,10 +71,11 @@ class StopScanner:
         if self.stopped:
             return ""
         self._held += text
-        found = [place for place in (self._held.find(stop) for stop in self._stop) if place >= 0]
+        found = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
+            # The one complete first, so that the answer does not depend on how the text was cut into pieces.
             self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown
         keep = self._longest_start()
         shown = self._held[: len(self._held) - keep]

@@ -55,7 +55,8 @@ def digest_buffers(buffers: Iterable[tuple[str, memoryview]]) -> str:
     """Digest of named byte buffers, for weights that live in memory only. Order of the names does not matter."""
     digest = hashlib.blake2b(digest_size=16)
     for name, buffer in sorted(buffers, key=lambda item: item[0]):
-        digest.update(name.encode() + b"\0")
+        # Lengths first, so that no bytes can pass for a name or for the next buffer's.
+        digest.update(f"{len(name)}|{buffer.nbytes}|{name}".encode())
         digest.update(buffer)
     return digest.hexdigest()
 

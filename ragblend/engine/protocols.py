@@ -110,7 +110,7 @@ class Stream(Protocol):
 class Engine(Protocol):
     """A model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
 
-    `precompute` returns the bytes stored, 0 when the chunk's KV was there already.
+    `precompute` returns the bytes stored, 0 when the chunk's KV was there already; `forget` drops it, if it was.
     """
 
     @property
@@ -125,8 +125,10 @@ class Engine(Protocol):
     def context_length(self) -> int: ...
     @property
     def bytes_per_token(self) -> int: ...
+    def key(self, chunk: Part) -> str: ...
     def is_stored(self, chunk: Part) -> bool: ...
     def precompute(self, chunk: Part) -> int: ...
+    def forget(self, chunk: Part) -> bool: ...
     def generate(
         self,
         prompt: SegmentedPrompt,

@@ -134,11 +134,19 @@ class TransformersEngine:
 
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store."""
-        return self.store.contains(self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk)))
+        return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
         """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
         return self._precompute(self.segmenter.chunk_ids(chunk))
+
+    def forget(self, chunk: Part) -> bool:
+        """Drop the chunk's KV behind the default prefix; whether it was stored."""
+        return self.store.delete(self.key(chunk))
+
+    def key(self, chunk: Part) -> str:
+        """The key of the chunk's KV behind the default prefix."""
+        return self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk))
 
     def _precompute(self, token_ids: tuple[int, ...]) -> int:
         prefix_ids = self.default_prefix_ids
@@ -244,8 +252,7 @@ class TransformersEngine:
                     prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
-                damaged.add(error.key)
-                self.store.delete(error.key)
+                damaged.add(error.key)  # the store has moved it aside already
                 continue
             prefilled.report.num_damaged_entries = len(damaged)
             return prefilled
@@ -341,9 +348,7 @@ class TransformersEngine:
                 if request.mode == "prefix" and not exact:
                     continue
                 key = self._key(candidate, segment.token_ids)
-                if key in damaged or not self.store.contains(key):
-                    continue
-                kv = self.store.get(key, segment.token_ids)
+                kv = self.store.get(key, segment.token_ids) if key not in damaged else None
                 if kv is not None:
                     found[segment.start] = (Placement(kv, segment.start, exact), match)
                     break

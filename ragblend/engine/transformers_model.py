@@ -71,6 +71,39 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remo
     return LoadedModel(weights, tokenizer, name, path, model_fingerprint(path, config, dtype_name(kind)))
 
 
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> tuple[Any, Path]:
+    """The tokenizer of `model` and the checkpoint's directory, without its weights."""
+    path = find_model(model)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code), path
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
+
+
+def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
+    """What kind of model is at `path`, in a few words; raises UnsupportedModelError for one that cannot be fused.
+
+    Builds the layers without their weights, so it is quick for a model of any size.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ragblend.engine.transformers_layers import refuse_unsupported
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(
+            f"{path.name} is no causal language model transformers can build: {error}"
+        ) from error
+    refuse_unsupported(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {config.max_position_embeddings} tokens of context"
+
+
 def find_model(model: str) -> Path:
     """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id."""
     if model == DEMO:

@@ -1,0 +1,35 @@
+# Two commands: `make demo` and `make test`. Each sets up .venv by itself; later calls reuse it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint test-faults clean
+.DELETE_ON_ERROR:
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "ragblend needs Python 3.11 or newer; choose one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): minutes the first time, nothing afterwards"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## ingest a small corpus with the embedded model and answer from fused KV
+	$(BIN)/ragblend demo
+
+test: $(STAMP) lint  ## everything that must hold, small fault counts
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-faults: $(STAMP)  ## the same with full fault counts
+	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) ragblend-data dist build

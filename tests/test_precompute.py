@@ -1,0 +1,179 @@
+"""Ingestion: idempotent, resumable, honest about what it could not read, and exact about what it stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.chunker import adapt_splitter
+from ragblend.engine.disk import DiskStore
+from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.index import open_index
+from ragblend.precompute import (
+    as_chunk,
+    disk_store,
+    ingest,
+    open_engine_index,
+    precompute_documents,
+    remove_document,
+)
+from ragblend.segments import Chunk
+
+TEXTS = {
+    "kern.md": "Alice Kern works for Nexon.\n\nThe company sells drones. The firm is based in Halford.\n",
+    "fox.txt": "Bob Fox lives in Norburg. He plays the flute.\n",
+    "list.jsonl": '{"text": "Tara Kern has a job at Nexex."}\n{"text": "Nexex is based in Oston."}\n',
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def engine(tmp_path: Path):
+    with load_engine("demo", tmp_path / "kv") as engine:
+        yield engine
+
+
+def run(corpus: Path, engine, tmp_path: Path, **options):
+    return ingest(corpus, engine, tmp_path / "index", chunk_size=32, embedder="hashing", **options)
+
+
+def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
+    report = run(corpus, engine, tmp_path)
+    with open_index(tmp_path / "index") as index:
+        chunks = list(index.chunks())
+    assert report.num_documents == 4
+    assert report.num_chunks == report.num_new_kv == len(chunks)
+    assert all(engine.is_stored(chunk) for chunk in chunks)
+    assert report.new_kv_bytes == sum(len(engine.segmenter.chunk_ids(chunk)) for chunk in chunks) * engine.bytes_per_token
+
+
+def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
+    run(corpus, engine, tmp_path)
+    monkeypatch.setattr(engine, "precompute", lambda chunk: pytest.fail("prefilled a known chunk"))
+    report = run(corpus, engine, tmp_path)
+    assert (report.num_unchanged, report.num_new_kv, report.num_known_kv) == (4, 0, report.num_chunks)
+
+
+def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path, monkeypatch):
+    original, calls = engine.precompute, []
+
+    def interrupted(chunk):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(chunk.text)
+        return original(chunk)
+
+    monkeypatch.setattr(engine, "precompute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, engine, tmp_path)
+    monkeypatch.setattr(engine, "precompute", original)
+    report = run(corpus, engine, tmp_path)
+    assert (report.num_known_kv, report.num_new_kv) == (2, report.num_chunks - 2)
+
+
+def test_a_changed_document_replaces_its_chunks(corpus, engine, tmp_path):
+    run(corpus, engine, tmp_path)
+    (corpus / "fox.txt").write_text("Bob Fox lives in Oston.\n")
+    report = run(corpus, engine, tmp_path)
+    with open_index(tmp_path / "index") as index:
+        texts = [text for _, text in index.texts()]
+    assert (report.num_updated, report.num_unchanged, report.num_new_kv) == (1, 3, 1)
+    assert "Bob Fox lives in Oston." in texts
+    assert not any("Norburg" in text for text in texts)
+
+
+def test_unreadable_files_are_reported_and_the_rest_is_ingested(corpus, engine, tmp_path):
+    (corpus / "empty.txt").write_bytes(b"")
+    (corpus / "binary.md").write_bytes(bytes(range(256)) * 8)
+    report = run(corpus, engine, tmp_path)
+    assert sorted(Path(failure.path).name for failure in report.failures) == ["binary.md", "empty.txt"]
+    assert all(failure.reason for failure in report.failures)
+    assert report.num_documents == 4
+
+
+def test_nothing_to_ingest_and_missing_paths_are_errors(engine, tmp_path):
+    (tmp_path / "void").mkdir()
+    with pytest.raises(EmptyCorpusError, match="nothing to ingest"):
+        run(tmp_path / "void", engine, tmp_path)
+    with pytest.raises(NotFoundError, match="gone"):
+        run(tmp_path / "gone", engine, tmp_path)
+
+
+def test_the_forecast_is_checked_against_the_disk_before_prefilling(corpus, engine, tmp_path, monkeypatch):
+    import ragblend.precompute as module
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(StoreFullError, match="needs .* has 1000 B free"):
+        run(corpus, engine, tmp_path)
+    assert list(DiskStore(tmp_path / "kv").keys()) == []
+
+
+def test_chunk_size_beyond_the_context_is_refused(corpus, engine, tmp_path):
+    with pytest.raises(UsageError, match="chunk size is 100000"):
+        ingest(corpus, engine, tmp_path / "index", chunk_size=100_000)
+
+
+def test_an_index_of_another_tokenizer_is_refused(corpus, engine, tmp_path, monkeypatch):
+    run(corpus, engine, tmp_path)
+    monkeypatch.setattr(type(engine.segmenter), "fingerprint", property(lambda self: "another"))
+    with pytest.raises(StoreMismatchError, match="was chunked for demo"):
+        open_engine_index(tmp_path / "index", engine, create=False)
+
+
+def test_a_langchain_splitter_can_cut(corpus, engine, tmp_path):
+    splitters = pytest.importorskip("langchain_text_splitters")
+    cut = adapt_splitter(splitters.CharacterTextSplitter(separator="\n\n", chunk_size=30, chunk_overlap=0))
+    report = run(corpus, engine, tmp_path, splitter=cut)
+    with open_index(tmp_path / "index") as index:
+        assert "Alice Kern works for Nexon." in [text for _, text in index.texts()]
+    assert report.num_new_kv == report.num_chunks
+
+
+def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engine, tmp_path):
+    (corpus / "copy.txt").write_text(TEXTS["fox.txt"])
+    run(corpus, engine, tmp_path)
+    fox = Chunk(TEXTS["fox.txt"].strip())
+    with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
+        sources = {Path(source).name: source for source in index.sources()}
+        assert remove_document(sources["copy.txt"], engine, index) == (1, 0)
+        assert engine.is_stored(fox)
+        assert remove_document(sources["fox.txt"], engine, index) == (1, 1)
+    assert not engine.is_stored(fox)
+
+
+def test_precompute_documents_takes_what_frameworks_hand_over(engine):
+    documents = pytest.importorskip("langchain_core.documents")
+    given = ["plain text.", Chunk("a chunk."), documents.Document(page_content=" a document. ", metadata={"source": "s"})]
+    report = precompute_documents(given, engine)
+    assert report.num_new_kv == 3
+    assert engine.is_stored("a document.")
+    assert as_chunk(given[2]).source == "s"
+    with pytest.raises(UsageError, match="cannot precompute a int"):
+        precompute_documents([3], engine)
+
+
+def test_ingested_chunks_are_hits_and_ratio_one_answers_as_full_prefill(corpus, engine, tmp_path):
+    run(corpus, engine, tmp_path)
+    with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
+        hits = index.search("What does Nexon sell?", 4)
+    prompt = SegmentedPrompt([hit.chunk for hit in hits], "What does Nexon sell?")
+    full = engine.generate(prompt, mode="full", max_tokens=8)
+    blend = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
+    assert blend.report.num_chunk_hits == blend.report.num_chunks == len(hits)
+    assert blend.token_ids == full.token_ids
+
+
+def test_the_disk_tier_is_found_behind_the_memory_tier(engine, tmp_path):
+    disk = disk_store(engine)
+    assert disk is not None
+    assert disk.root == tmp_path / "kv"
