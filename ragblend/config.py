@@ -94,6 +94,8 @@ def _cast(name: str, value: Any, origin: str) -> Any:
     try:
         if kinds[0] is bool and isinstance(value, str):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+        if isinstance(value, bool | float) and kinds[0] is int and (isinstance(value, bool) or value % 1):
+            raise ValueError  # int() would round 2.5 and count true as 1
         return kinds[0](value)
     except (KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{origin} sets {name} to {value!r}; expected {kinds[0].__name__}") from error

@@ -294,7 +294,10 @@ class DeclaredFormat:
     @classmethod
     def read(cls, path: Path) -> DeclaredFormat:
         """Read a `ragblend.json`; raises UsageError for fields it does not know."""
-        fields = json.loads(path.read_text())
+        try:
+            fields = dict(json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{path} is not a JSON object: {error}") from error
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
             raise UsageError(f"{path} declares {sorted(unknown)}; known fields: {', '.join(cls.__dataclass_fields__)}")
@@ -483,5 +486,11 @@ class TextStream:
         text = self._segmenter.decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
+
+    def flush(self) -> str:
+        """What is still held back at the end of the answer: an unfinished character, shown as U+FFFD."""
+        text = self._segmenter.decode(self._ids)
         piece, self._shown = text[self._shown :], len(text)
         return piece

@@ -54,7 +54,8 @@ def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
     assert report.num_documents == 4
     assert report.num_chunks == report.num_new_kv == len(chunks)
     assert all(engine.is_stored(chunk) for chunk in chunks)
-    assert report.new_kv_bytes == sum(len(engine.segmenter.chunk_ids(chunk)) for chunk in chunks) * engine.bytes_per_token
+    num_tokens = sum(len(engine.segmenter.chunk_ids(chunk)) for chunk in chunks)
+    assert report.new_kv_bytes == num_tokens * engine.bytes_per_token
 
 
 def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
@@ -113,7 +114,7 @@ def test_the_forecast_is_checked_against_the_disk_before_prefilling(corpus, engi
     import ragblend.precompute as module
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(StoreFullError, match="needs .* has 1000 B free"):
+    with pytest.raises(StoreFullError, match=r"needs .* has 1000 B free"):
         run(corpus, engine, tmp_path)
     assert list(DiskStore(tmp_path / "kv").keys()) == []
 
@@ -153,7 +154,8 @@ def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engin
 
 def test_precompute_documents_takes_what_frameworks_hand_over(engine):
     documents = pytest.importorskip("langchain_core.documents")
-    given = ["plain text.", Chunk("a chunk."), documents.Document(page_content=" a document. ", metadata={"source": "s"})]
+    document = documents.Document(page_content=" a document. ", metadata={"source": "s"})
+    given = ["plain text.", Chunk("a chunk."), document]
     report = precompute_documents(given, engine)
     assert report.num_new_kv == 3
     assert engine.is_stored("a document.")

@@ -30,7 +30,7 @@ LAST_NAMES = tuple(
     Sharp Stone Sutton Tate Taylor Turner Vance Wade Walker Walsh Ward Watson Webb West Wood Young
     """.split()
 )
-COMPANY_STEMS = tuple(
+COMPANIES = tuple(
     """
     Falon Mavtron Tekara Paxex Quoara Korex Dexara Paxara Xanics Lumora Nexara Velora Quoex Orbara Tekdyne Rovon
     Mavtech Xanara Rovco Paxora Genon Zenics Velex Kortron Dexon Borco Quotron Zentech Tekium Cynium Orbtech
@@ -91,11 +91,6 @@ SIGHTS = tuple(
     abbey arena aqueduct bakery bridge castle cathedral cave circus fountain fortress garden harbor library
     lighthouse market mill monastery museum observatory opera palace park pier prison pyramid stadium statue
     temple theater tower university waterfall windmill zoo
-    """.split()
-)
-COMPANY_FORMS = tuple(
-    """
-    Energy Group Industries Labs Motors Partners Software Systems Textiles Trading Ventures Works
     """.split()
 )
 PROJECT_NAMES = tuple(

@@ -506,7 +506,7 @@ class GenerationStream:
                     result.finish_reason = "length"
                     break
                 token = sampler.choose(engine.decode_step(token, prefilled.fused))
-            rest = scanner.flush()
+            rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest
                 yield rest

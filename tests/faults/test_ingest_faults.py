@@ -78,26 +78,28 @@ def ingested(tmp_path_factory) -> Path:
 def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested):
     rng = random.Random(1)
     questions = [json.loads(line) for line in (ingested / "corpus" / "questions.jsonl").read_text().splitlines()]
-    with load_engine("demo", ingested / "kv", memory_gib=0, on_miss="inline") as engine:
-        with open_engine_index(ingested / "index", engine, "hashing", create=False) as index:
-            paths = sorted((ingested / "kv").glob("??/*.safetensors"))
-            for number in range(NUM_FLIPS):
-                question = questions[number % len(questions)]["question"]
-                chunks = [hit.chunk for hit in index.search(question, 4)]
-                prompt = SegmentedPrompt(chunks, question)
-                full = engine.generate(prompt, mode="full", max_tokens=8)
-                path = next(p for p in paths if p.stem == engine.key(chunks[number % 4]))
-                original = path.read_bytes()
-                broken = bytearray(original)
-                broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
-                path.write_bytes(broken)
-                damaged_before = engine.store.counters.num_damaged
-                blend = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
-                assert blend.token_ids == full.token_ids
-                assert blend.report.num_chunk_hits < blend.report.num_chunks
-                assert engine.store.counters.num_damaged == damaged_before + 1
-                path.write_bytes(original)
-                path.with_suffix(".damaged").unlink(missing_ok=True)
+    with (
+        load_engine("demo", ingested / "kv", memory_gib=0, on_miss="inline") as engine,
+        open_engine_index(ingested / "index", engine, "hashing", create=False) as index,
+    ):
+        paths = sorted((ingested / "kv").glob("??/*.safetensors"))
+        for number in range(NUM_FLIPS):
+            question = questions[number % len(questions)]["question"]
+            chunks = [hit.chunk for hit in index.search(question, 4)]
+            prompt = SegmentedPrompt(chunks, question)
+            full = engine.generate(prompt, mode="full", max_tokens=8)
+            path = next(p for p in paths if p.stem == engine.key(chunks[number % 4]))
+            original = path.read_bytes()
+            broken = bytearray(original)
+            broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+            path.write_bytes(broken)
+            damaged_before = engine.store.counters.num_damaged
+            blend = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
+            assert blend.token_ids == full.token_ids
+            assert blend.report.num_chunk_hits < blend.report.num_chunks
+            assert engine.store.counters.num_damaged == damaged_before + 1
+            path.write_bytes(original)
+            path.with_suffix(".damaged").unlink(missing_ok=True)
 
 
 def test_verify_names_every_flipped_file(ingested):

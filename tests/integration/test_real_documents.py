@@ -1,0 +1,68 @@
+"""Real input: MuSiQue passages (CC BY 4.0) from ../shared/data, ingested and asked. Skipped where they are not present.
+
+The embedded model cannot answer these questions; what is checked is that every chunk is a hit and that recomputing
+everything gives the text of full prefill.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.transformers_model import find_model
+from ragblend.precompute import ingest, open_engine_index
+
+MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_s_100.json"
+NUM_CASES = 4  # of 100; ten passages each
+
+pytestmark = pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue cases are not beside this checkout")
+
+
+QUESTIONS = [case["question"] for case in json.loads(MUSIQUE.read_text())[:NUM_CASES]] if MUSIQUE.exists() else []
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("musique") / "musique.json"
+    path.write_text(json.dumps(json.loads(MUSIQUE.read_text())[:NUM_CASES]))
+    return path
+
+
+def check(engine, cases: Path, index_path: Path, chunk_size: int) -> None:
+    report = ingest(cases, engine, index_path, chunk_size=chunk_size, embedder="hashing")
+    assert report.num_documents == 10 * NUM_CASES
+    with open_engine_index(index_path, engine, "hashing", create=False) as index:
+        assert report.num_new_kv == len({text for _, text in index.texts()})
+        for question in QUESTIONS:
+            prompt = SegmentedPrompt([hit.chunk for hit in index.search(question, 6)], question)
+            full = engine.generate(prompt, mode="full", max_tokens=12)
+            assert full.text
+            for mode, ratio in (("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 1.0)):
+                answer = engine.generate(prompt, mode=mode, recompute_ratio=ratio, max_tokens=12)
+                if mode != "prefix":
+                    assert answer.report.num_chunk_hits == answer.report.num_chunks == 6
+                if mode == "prefix" or ratio == 1.0:
+                    assert answer.text == full.text
+
+
+def test_the_embedded_model_hits_every_chunk_and_ratio_one_is_full_prefill(cases, tmp_path):
+    with load_engine("demo", tmp_path / "kv") as engine:
+        check(engine, cases, tmp_path / "index", chunk_size=96)
+
+
+def test_a_model_of_ordinary_context_takes_full_length_chunks(cases, tmp_path):
+    """Random weights, 16,384 tokens of context, chunks of up to 512 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    demo = find_model("demo")
+    config = LlamaConfig.from_pretrained(demo, max_position_embeddings=16_384, num_hidden_layers=3, dtype="float32")
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "ragblend.json"):
+        (tmp_path / "model" / name).write_bytes((demo / name).read_bytes())
+    with load_engine(str(tmp_path / "model"), tmp_path / "kv") as engine:
+        check(engine, cases, tmp_path / "index", chunk_size=512)

@@ -1,0 +1,288 @@
+"""The command line, run in process: output on stdout, log on stderr, one JSON object, the right exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragblend import cli
+from ragblend.demo.sample import write_corpus
+
+MODES = ("full", "prefix", "reuse", "blend")
+COMMANDS = (
+    "ingest",
+    "precompute",
+    "remove",
+    "ask",
+    "chat",
+    "search",
+    "stats",
+    "verify",
+    "gc",
+    "doctor",
+    "bench",
+    "demo",
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with an ingested corpus."""
+    home = tmp_path_factory.mktemp("home")
+    write_corpus(home / "docs", num_documents=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setattr(sys, "argv", ["ragblend", *INGEST])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code in (0, None)
+    return home
+
+
+PLACE = ["--index", "i", "--store", "s"]
+INGEST = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "24", "--embedder", "hashing", *PLACE]
+
+
+@pytest.fixture
+def run(home, monkeypatch, capsys):
+    """Run a command in `home`: exit code, stdout, stderr."""
+    monkeypatch.chdir(home)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ragblend", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def questions(home) -> list[dict]:
+    return [json.loads(line) for line in (home / "docs" / "questions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ask_answers_in_every_mode_with_the_promised_json(run, questions, mode):
+    question = questions[0]["question"]
+    code, out, _ = run("ask", question, "--mode", mode, "-k", "4", "--max-tokens", "8", "--json", *PLACE)
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["schema_version"] == 1
+    assert answer["mode"] == mode
+    assert answer["answer"]
+    assert {"source", "start", "end", "text"} <= set(answer["sources"][0])
+    names = "ttft_s load_s fuse_s prompt_tokens num_chunks num_chunk_hits num_reused_tokens num_recomputed_tokens "
+    names += "charged_budget charged_budget_32 rule mode"
+    assert set(names.split()) <= set(answer["report"])
+
+
+def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, questions):
+    for item in questions[:: len(questions) // 6]:
+        common = ("-k", "4", "--max-tokens", "8", "--json", *PLACE)
+        full = json.loads(run("ask", item["question"], "--mode", "full", *common)[1])
+        blend = json.loads(run("ask", item["question"], "--mode", "blend", "--ratio", "1.0", *common)[1])
+        assert blend["answer"] == full["answer"] != ""
+        assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
+
+
+def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
+    question = questions[0]["question"]
+    plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)
+    streamed = run("ask", question, "-k", "2", "--max-tokens", "8", "--stream", "--show-sources", *PLACE)
+    assert streamed[1].splitlines()[0] == plain[1].strip()
+    assert streamed[1].count("record-") == 2
+    assert "chunks from the store" in streamed[2]
+
+
+def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
+    code, out, _ = run(*INGEST, "--json")
+    report = json.loads(out)
+    assert (code, report["num_new_kv"], report["num_unchanged"]) == (0, 0, report["num_documents"])
+    assert report["num_tokens"] > 0
+    assert report["store_bytes"] > report["num_tokens"] * report["bytes_per_token"]
+    code, out, _ = run(*INGEST)
+    assert "per token" in out
+
+
+def test_search_and_stats_describe_the_index(run, questions):
+    code, out, _ = run("search", questions[0]["question"], "-k", "3", "--index", "i", "--json")
+    assert code == 0
+    assert len(json.loads(out)["sources"]) == 3
+    code, out, _ = run("stats", "--json", *PLACE)
+    facts = json.loads(out)
+    assert (code, facts["num_documents"], facts["tokenizer"]) == (0, 4, "demo")
+    assert facts["num_stored_chunks"] == facts["num_chunks"]
+
+
+def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
+    import io
+
+    asked = [item["question"] for item in questions[:3]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
+    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", *PLACE)
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.strip()]) == 3
+    assert err.count("chunks from the store") == 3
+
+
+def test_precompute_fills_the_store_for_another_dtype(run):
+    code, out, err = run("ask", "Who?", "--dtype", "bfloat16", *PLACE)
+    assert code == 1
+    assert "ragblend precompute --model demo" in err
+    code, out, _ = run("precompute", "--dtype", "bfloat16", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["num_new_kv"] > 0
+    code, out, _ = run("ask", "Who?", "--dtype", "bfloat16", "--max-tokens", "2", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["report"]["num_chunk_hits"] > 0
+
+
+def test_verify_repairs_what_it_finds_damaged(run, home):
+    assert run("verify", "--json", *PLACE)[0] == 0
+    path = sorted((home / "s").glob("??/*.safetensors"))[0]
+    broken = bytearray(path.read_bytes())
+    broken[-1] ^= 1
+    path.write_bytes(broken)
+    code, out, _ = run("verify", "--json", *PLACE)
+    report = json.loads(out)
+    assert (code, report["damaged"], list(report["damaged_keys"])) == (4, 1, [path.stem])
+    assert report["checked"] > 1
+    code, out, _ = run("verify", "--repair", "--json", *PLACE)
+    assert code == 0
+    code, out, _ = run("verify", "--json", *PLACE)
+    assert (code, json.loads(out)["damaged"]) == (0, 0)
+
+
+def test_remove_and_gc_drop_kv(run, home):
+    sources = json.loads(run("stats", "--json", *PLACE)[1])["sources"]
+    code, out, _ = run("remove", sources[-1], "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["num_kv"] > 0
+    before = json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"]
+    code, out, _ = run("gc", "--max-size", "100KiB", "--dry-run", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["evicted"]
+    assert json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"] == before
+    run("gc", "--orphans", *PLACE)
+    assert json.loads(run("verify", "--json", *PLACE)[1])["orphans"] == 0
+    assert run(*INGEST)[0] == 0
+
+
+def test_doctor_names_what_is_missing_and_the_way_out(run):
+    code, out, _ = run("doctor", "--json", *PLACE)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0
+    assert checks["model"]["ok"]
+    assert "LlamaForCausalLM" in checks["model"]["finding"]
+    code, out, _ = run("doctor", "--model", "./nowhere", *PLACE)
+    assert code == 1
+    assert "mend:" in out
+
+
+BAD_INPUT = {
+    "missing path": (["ingest", "nowhere"], 3, "nowhere"),
+    "missing index": (["ask", "Who?", "--index", "gone", "--store", "s"], 3, "ragblend ingest"),
+    "missing store": (["ask", "Who?", "--index", "i", "--store", "gone"], 3, "ragblend ingest"),
+    "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
+    "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1"),
+    "mode": (["ask", "Who?", "--mode", "fast", *PLACE], 2, "blend, full"),
+    "rule": (["ask", "Who?", "--rule", "best", *PLACE], 2, "cacheblend"),
+    "flag": (["ask", "Who?", "--no-such-flag"], 2, "no-such-flag"),
+    "empty question": (["ask", " ", *PLACE], 2, "question is empty"),
+    "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
+    "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
+    import re
+
+    arguments, expected, message = BAD_INPUT[case]
+    code, out, err = run(*arguments)
+    assert code == expected, err
+    assert re.search(message, err.replace("\n", " ")), err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+UNREADABLE = {
+    "empty.txt": b"",
+    "binary.txt": bytes(range(256)) * 10,
+    "garbage.md": bytes(0x80 + i % 97 for i in range(9000)),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), UNREADABLE.items())
+def test_unreadable_documents_are_named_and_the_exit_code_says_partial(run, home, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 6
+    assert name in out
+
+
+def test_an_empty_corpus_is_an_error_with_the_way_out(run, tmp_path):
+    (tmp_path / "void").mkdir()
+    code, _, err = run("ingest", str(tmp_path / "void"), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 1
+    assert "nothing to ingest" in err
+
+
+def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).write_bytes((Path(cli.__file__).parent / "demo" / "weights" / name).read_bytes())
+    code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
+    assert code == 1
+    assert "sliding_attention" in err.replace("\n", " ")
+
+
+def test_demo_prints_right_and_wrong_answers_side_by_side(run, tmp_path):
+    code, out, _ = run("demo", "--dir", str(tmp_path / "demo"))
+    assert code == 0
+    shown = out.split("All ")[0]
+    assert "WRONG" in shown
+    for line in shown.splitlines():
+        words = line.split()
+        if words[:1] in (["full"], ["blend"]) and words[1] != "reused":
+            assert words[2] == "right"
+        if words[:1] == ["reuse"]:
+            assert words[2] == "WRONG"
+    assert "from the store" in shown
+    code, out, _ = run("demo", "--dir", str(tmp_path / "demo"), "--question", "Where is Borics based?", "--json")
+    facts = json.loads(out)
+    assert facts["ingest"]["num_new_kv"] == 0
+    assert set(facts["questions"][0]["modes"]) == set(MODES)
+
+
+def test_version_and_help(run):
+    from ragblend import __version__
+
+    assert run("--version")[1].strip() == __version__
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert command in out
+
+
+def test_import_ragblend_loads_nothing_heavy():
+    import subprocess
+
+    heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
+    script = f"import sys, ragblend, ragblend.cli; print(sorted(set({heavy}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
