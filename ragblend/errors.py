@@ -34,7 +34,7 @@ class CorruptError(RagblendError):
 
 
 class DamagedEntryError(CorruptError):
-    """One stored chunk failed its checksum while being read. Carries the `key`; the caller treats the chunk as a miss."""
+    """One stored chunk failed its checksum while being read. Carries the `key`; the caller treats it as a miss."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"stored KV {key} is damaged ({reason}); `ragblend verify --repair` drops and recomputes it")
@@ -62,6 +62,10 @@ class StoreMismatchError(RagblendError):
 
 class StoreFullError(RagblendError):
     """No room: the disk is full, or one chunk exceeds a tier's byte budget."""
+
+
+class StoreNotWritableError(RagblendError):
+    """The store's directory is read-only, not ours, or failing; nothing was stored."""
 
 
 class EmptyCorpusError(RagblendError):

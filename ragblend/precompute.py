@@ -67,6 +67,7 @@ def ingest(
     precompute: bool = True,
     embedder: str | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> IngestReport:
     """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that the store does not hold.
 
@@ -92,7 +93,7 @@ def ingest(
     report.num_chunks = len(chunks)
     report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
     if precompute:
-        precompute_chunks(chunks, engine, tell, report)
+        precompute_chunks(chunks, engine, tell, report, say)
         for source in sources:
             if opened.document_status(source) != "precomputed":
                 opened.set_status(source, "precomputed")
@@ -103,9 +104,16 @@ def ingest(
 
 
 def precompute_chunks(
-    chunks: Sequence[Chunk], engine: Engine, progress: Progress | None = None, report: IngestReport | None = None
+    chunks: Sequence[Chunk],
+    engine: Engine,
+    progress: Progress | None = None,
+    report: IngestReport | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> IngestReport:
-    """Prefill every chunk whose KV the store does not hold. The size to come is checked against the disk first."""
+    """Prefill every chunk whose KV the store does not hold.
+
+    The size to come is forecast, told through `say`, and checked against the disk before anything is computed.
+    """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     tell = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
@@ -113,8 +121,13 @@ def precompute_chunks(
     missing = [chunk for chunk in distinct.values() if not engine.is_stored(chunk)]
     report.num_known_kv += len(distinct) - len(missing)
     disk = disk_store(engine)
-    if disk is not None:
-        check_room(disk.root, sum(_num_tokens(chunk, engine) for chunk in missing) * engine.bytes_per_token)
+    if disk is not None and missing:
+        num_tokens = sum(_num_tokens(chunk, engine) for chunk in missing)
+        forecast = num_tokens * engine.bytes_per_token
+        free = check_room(disk.root, forecast)
+        if say is not None:
+            size, room = format_bytes(forecast), format_bytes(free)
+            say(f"to prefill: {len(missing)} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing))
     with closing(open_registry(engine)) as registry:
         known = set(distinct)
@@ -210,14 +223,15 @@ def disk_bytes(engine: Engine) -> int:
     return disk.nbytes() if disk is not None else 0
 
 
-def check_room(path: Path, nbytes: int) -> None:
-    """Raise StoreFullError when `nbytes` more do not fit the disk that holds `path`."""
+def check_room(path: Path, nbytes: int) -> int:
+    """Bytes free on the disk that holds `path`; raises StoreFullError when `nbytes` more do not fit."""
     free = shutil.disk_usage(path).free
     if nbytes > free:
         raise StoreFullError(
             f"the KV to come needs {format_bytes(nbytes)}, the disk of {path} has {format_bytes(free)} free. Free "
             "space, choose another --store, a half-precision --dtype, or fewer documents; --no-precompute indexes only"
         )
+    return free
 
 
 def chunk_size_limit(engine: Engine, chunk_size: int) -> int:

@@ -68,7 +68,8 @@ def load_engine(
     loaded = load_model(model, dtype, device, trust_remote_code)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
-        facts: dict[str, str | int] = {"model": loaded.name, "dtype": dtype_name(layers.dtype), "num_layers": layers.num_layers}
+        dtype = dtype_name(layers.dtype)
+        facts: dict[str, str | int] = {"model": loaded.name, "dtype": dtype, "num_layers": layers.num_layers}
         _register(Path(store), loaded.fingerprint, facts, new_model)
     segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
     return TransformersEngine(

@@ -11,8 +11,9 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ragblend.engine.kv import LAYOUT_VERSION
 
@@ -21,8 +22,12 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 16 * 1024 * 1024
 
 
-def chunk_key(fingerprint: str, prefix_ids: Sequence[int], token_ids: Sequence[int], namespace: str = "") -> str:
+def chunk_key(
+    fingerprint: str, prefix_ids: Sequence[SupportsIndex], token_ids: Sequence[SupportsIndex], namespace: str = ""
+) -> str:
     """32 hex digits; equal exactly when layout version, model, prefix, token ids and namespace are equal.
+
+    Ids may be any integers below 2**32, NumPy's included.
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -41,8 +46,8 @@ def chunk_key(fingerprint: str, prefix_ids: Sequence[int], token_ids: Sequence[i
     return digest.hexdigest()
 
 
-def _ids(token_ids: Sequence[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in token_ids)
+def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
+    return b"".join(index(token).to_bytes(4, "little") for token in token_ids)
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:
@@ -62,19 +67,22 @@ def digest_buffers(buffers: Iterable[tuple[str, memoryview]]) -> str:
 
 
 def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
-    """Digest of file contents (by file name), remembered in `cache` by path, size and modification time."""
+    """Digest of file names and contents, in any order; remembered in `cache` by path, size and modification time."""
     known = _read_cache(cache)
-    digest = hashlib.blake2b(digest_size=16)
+    named_digests = []
     changed = False
-    for path in sorted(paths, key=lambda item: item.name):
+    for path in paths:
         stat = path.stat()
         entry = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if entry not in known:
             known[entry] = _digest_file(path)
             changed = True
-        digest.update(f"{path.name}\0{known[entry]}\0".encode())
+        named_digests.append((path.name, known[entry]))
     if changed and cache is not None:
         _write_cache(cache, known)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, file_digest in sorted(named_digests):  # by digest too: shards in two folders may share a name
+        digest.update(f"{name}\0{file_digest}\0".encode())
     return digest.hexdigest()
 
 

@@ -84,6 +84,8 @@ class MemoryKV:
     def __post_init__(self) -> None:
         if len(self.layers) != self.header.num_layers:
             raise ValueError(f"{len(self.layers)} layers given, the header says {self.header.num_layers}")
+        if self.header.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.header.dtype!r} cannot be stored; choose one of {', '.join(DTYPES)}")
         dtype = DTYPES[self.header.dtype]
         for index, (keys, values) in enumerate(self.layers):
             for name, tensor in (("keys", keys), ("values", values)):

@@ -36,6 +36,26 @@ def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
     a chunk right behind its prefix equals full prefill in every layer (the stored slice is right);
     recomputing everything over stale KV gives full prefill's logits (mask, positions and scatter are right).
     """
+    tolerance = TOLERANCE[model.like.dtype]
+    try:
+        gates = _gates(model, vocabulary)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{name} has layers that cannot be run one at a time ({type(error).__name__}: {error}). "
+            "Use a decoder of full attention layers with RoPE: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma or a relative"
+        ) from error
+    for gate, deviation in gates.items():
+        if not deviation <= tolerance:  # NaN fails too
+            raise UnsupportedModelError(
+                f"{name} fails the exactness check of {gate}: relative error {deviation:.2g}, allowed {tolerance:g}. "
+                "Its layers do something that fusing does not reproduce; use another model, or mode 'full' elsewhere"
+            )
+
+
+def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
+    """Relative error of each gate."""
     generator = torch.Generator().manual_seed(0)
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     ids = torch.randint(vocabulary, (total,), generator=generator).to(model.like.device)
@@ -55,7 +75,6 @@ def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
         place(model, fused, placement)
         placements.append(placement)
 
-    tolerance = TOLERANCE[model.like.dtype]
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
     gates = {"key placement (RoPE)": _error(fused.keys(0)[:, chunk_rows], layers[0].keys[:, chunk_rows])}
@@ -68,12 +87,7 @@ def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
     )
     everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (Check(1, 1.0),), PREFIX_TOKENS)
     gates["ratio 1.0 against full prefill"] = _error(fuse(model, everything, fused, _Ready()).logits, reference)
-    for gate, error in gates.items():
-        if not error <= tolerance:  # NaN fails too
-            raise UnsupportedModelError(
-                f"{name} fails the exactness check of {gate}: relative error {error:.2g}, allowed {tolerance:g}. "
-                "Its layers do something that fusing does not reproduce; use another model, or mode 'full' elsewhere"
-            )
+    return gates
 
 
 def place(model: CheckableModel, fused: FusedKV, placement: Placement) -> None:

@@ -7,11 +7,9 @@ first logits -> tokens. Safe to share between threads; one request computes at a
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -19,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.decoding import Sampler, Sampling, StopScanner
+from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Prefilled, Request
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, dtype_name
 from ragblend.engine.loader import LayerLoader
@@ -38,50 +37,13 @@ from ragblend.engine.selection import (
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.errors import DamagedEntryError, PromptTooLongError, RagblendError, UsageError
-from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStream, TokenizedPrompt
+from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
+from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter
 
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
 _NO_RECOMPUTE = (Check(0, 0.0),)
-
-
-@dataclass(slots=True)
-class Conversation:
-    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. Held by the caller.
-
-    It may hold fused, hence approximate, KV: exact with respect to this conversation, and never stored.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    fused: FusedKV | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt and everything it was asked with."""
-
-    prompt: TokenizedPrompt
-    mode: Mode
-    rule: str
-    ratio: float
-    checks: tuple[Check, ...] | None
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    conversation: Conversation | None
-
-
-@dataclass(slots=True)
-class Prefilled:
-    """The KV of a prompt, its last token's logits [vocabulary], and what it took."""
-
-    fused: FusedKV
-    logits: Tensor
-    report: BlendReport
-    misses: tuple[Segment, ...] = ()
-    recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
 
 
 class TransformersEngine:
@@ -115,7 +77,7 @@ class TransformersEngine:
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
-        self._backfill = _Backfill(self) if on_miss == "store" else None
+        self._backfill = Backfill(self._precompute) if on_miss == "store" else None
         if check:
             self_check(layers, layers.config.vocab_size, name)
 
@@ -226,7 +188,9 @@ class TransformersEngine:
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
-        find_rule(rule)
+        known_rule = find_rule(rule)
+        if checks is not None:
+            schedule(known_rule, 0.0, self.layers.num_layers, checks)
         ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
@@ -396,7 +360,9 @@ class TransformersEngine:
         report.charged_budget = charged_budget(rows, total)
         report.charged_budget_32 = charged_budget_at(32, rows, total, first_check)
         report.num_recomputed_tokens = len(recomputed)
-        report.num_reused_tokens = num_resident + plan.num_chunk_tokens - len(recomputed)
+        # The last token is computed even when its KV is stored: its logits are the answer.
+        ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)
+        report.num_reused_tokens = num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
 
     @torch.inference_mode()
     def decode_step(self, token: int, fused: FusedKV) -> Tensor:
@@ -452,116 +418,6 @@ class TransformersEngine:
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
                 "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
             )
-
-
-class GenerationStream:
-    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
-
-    def __init__(self, engine: TransformersEngine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-        self._start_s = perf_counter()
-        self._pieces = self._run()
-        report = BlendReport(request.mode, request.rule, request.ratio)
-        self.result = Generation("", [], "cancelled", report)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop generating. The result keeps what was made so far."""
-        self._pieces.close()
-
-    def _run(self) -> Generator[str]:
-        engine, request, result = self._engine, self._request, self.result
-        prefilled = engine.prefill(request)
-        sampler = Sampler(request.sampling)
-        token = sampler.choose(prefilled.logits)
-        result.report = report = prefilled.report
-        report.ttft_s = perf_counter() - self._start_s
-        report.prompt_tokens = request.prompt.num_tokens
-        report.num_chunks = len(report.chunks)
-        report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
-        text, scanner = TextStream(engine.segmenter), StopScanner(request.stop)
-        ends = engine.stop_ids()
-        limit = min(request.max_tokens, engine.context_length - request.prompt.num_tokens)
-        decode_start_s = perf_counter()
-        try:
-            while True:
-                if token in ends:
-                    result.finish_reason = "stop"
-                    break
-                result.token_ids.append(token)
-                shown = scanner.push(text.push(token))
-                if shown:
-                    result.text += shown
-                    yield shown
-                if scanner.stopped:
-                    result.finish_reason = "stop"
-                    break
-                if len(result.token_ids) >= limit:
-                    result.finish_reason = "length"
-                    break
-                token = sampler.choose(engine.decode_step(token, prefilled.fused))
-            rest = scanner.push(text.flush()) + scanner.flush()
-            if rest:
-                result.text += rest
-                yield rest
-        finally:
-            report.decode_s = perf_counter() - decode_start_s
-            report.completion_tokens = len(result.token_ids)
-            self._remember(prefilled.fused)
-            engine.backfill(prefilled.misses)
-
-    def _remember(self, fused: FusedKV) -> None:
-        conversation = self._request.conversation
-        if conversation is not None:
-            # The last generated token's KV is not computed until a token follows it.
-            ids = self._request.prompt.token_ids + self.result.token_ids
-            conversation.token_ids, conversation.fused = ids[: fused.length], fused
-
-
-class _Backfill:
-    """Precomputes missed chunks on a thread of its own, one at a time, so a request waits for at most one chunk."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
-        self._queue: queue.Queue[tuple[int, ...] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def add(self, token_ids: tuple[int, ...]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ragblend-backfill", daemon=True)
-            self._thread.start()
-        self._queue.put(token_ids)
-
-    def flush(self) -> None:
-        self._queue.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (token_ids := self._queue.get()) is not None:
-            try:
-                self._engine._precompute(token_ids)
-            except (RagblendError, OSError) as error:
-                # The answer is out already; a full disk must not take the process down. flush() tells.
-                log.warning("a missed chunk was not stored: %s", error)
-                self._error = error
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -163,9 +163,12 @@ class TransformersLayers:
             keys, values = self._split_qkv(attention.qkv_proj(normed))
         else:
             keys, values = attention.k_proj(normed), attention.v_proj(normed)
+        norm = getattr(attention, "k_norm", None)
+        if norm is not None and norm.weight.numel() == keys.shape[-1]:  # over all heads at once (OLMoE)
+            keys, norm = norm(keys), None
         keys = self._heads(keys)
-        if hasattr(attention, "k_norm"):
-            keys = attention.k_norm(keys)
+        if norm is not None:
+            keys = norm(keys)
         return LayerKV(keys.transpose(0, 1), self._heads(values).transpose(0, 1))
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:

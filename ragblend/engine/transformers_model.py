@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +31,8 @@ ARCHITECTURE_FIELDS = (
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
     "attention_bias", "mlp_bias", "sliding_window", "layer_types", "partial_rotary_factor", "attention_multiplier",
     "residual_multiplier", "embedding_multiplier", "num_experts", "num_experts_per_tok", "quantization_config",
+    "hidden_activation", "norm_epsilon", "layer_norm_eps", "clip_qkv", "use_qk_norm", "num_local_experts",
+    "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
 
 
@@ -57,9 +60,10 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remo
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         kind = _dtype(dtype, config, place)
-        weights = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=kind, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        with _no_bars():
+            weights = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=kind, trust_remote_code=trust_remote_code, use_safetensors=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
@@ -162,10 +166,15 @@ def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     return own if own in DTYPES.values() else torch.bfloat16
 
 
-def quiet() -> None:
-    """Keep transformers' progress bars and advice off the terminal; warnings stay."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """No "Loading weights" bar: a library's own output belongs to its caller."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
+    shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

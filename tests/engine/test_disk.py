@@ -3,82 +3,29 @@
 from __future__ import annotations
 
 import errno
-import gc
-import hashlib
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from test_chunk_file import as_bytes, assert_same, make_kv, run_threads, write
 
-from ragblend.engine import disk
-from ragblend.engine.disk import DiskKV, DiskStore, StoreNotWritableError
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
-from ragblend.errors import DamagedEntryError, NotFoundError, StoreFullError, UsageError
-
-GOLDEN_SHA256 = "426ada46f056ce82c6886ed4ea4ff4d5bddb1a9deb19e72f640f09b311a863e2"
-GOLDEN_KEY = "0" * 32
-
-
-def random_tensor(*shape: int, dtype: str, generator: torch.Generator) -> torch.Tensor:
-    """Every bit pattern is possible: NaNs with payloads, infinities, denormals and -0.0."""
-    size = DTYPES[dtype].itemsize
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator)
-    return raw.view(DTYPES[dtype])
-
-
-def make_kv(
-    seed: int = 0, num_layers: int = 2, heads: int = 2, tokens: int = 3, dim: int = 4, dtype: str = "float32"
-) -> MemoryKV:
-    generator = torch.Generator().manual_seed(seed)
-    token_ids = tuple(torch.randint(0, 150_000, (tokens,), generator=generator).tolist())
-    layers = tuple(
-        LayerKV(
-            random_tensor(heads, tokens, dim, dtype=dtype, generator=generator),
-            random_tensor(heads, tokens, dim + 1, dtype=dtype, generator=generator),  # V need not be as wide as K
-        )
-        for _ in range(num_layers)
-    )
-    key = chunk_key("model", [1], token_ids, namespace := f"tests-{seed}")
-    return MemoryKV(KVHeader(key, "model", (1,), token_ids, num_layers, dtype, namespace), layers)
-
-
-def golden_kv() -> MemoryKV:
-    layers = tuple(
-        LayerKV(torch.arange(12).view(2, 3, 2).float() + layer, -torch.arange(12).view(2, 3, 2).float() - layer)
-        for layer in range(2)
-    )
-    return MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), (7, 8, 128_000), 2, "float32", "büro"), layers)
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
-    assert got is not None
-    assert got.header == expected.header
-    assert got.nbytes == expected.nbytes
-    for index, (keys, values) in enumerate(expected.layers):
-        layer = got.layer(index)
-        assert layer.keys.shape == keys.shape
-        assert layer.values.dtype == values.dtype
-        assert (as_bytes(layer.keys), as_bytes(layer.values)) == (as_bytes(keys), as_bytes(values))
+from ragblend.engine import chunk_file, disk
+from ragblend.engine.chunk_file import DiskKV
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.kv import DTYPES, KVHeader, LayerKV, MemoryKV
+from ragblend.errors import DamagedEntryError, NotFoundError, StoreFullError, StoreNotWritableError, UsageError
 
 
 def path_of(store: DiskStore, key: str) -> Path:
@@ -124,29 +71,15 @@ def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
-# --- the format ---
+# --- round trips ---
 
 
-def test_format_version_1_is_stable(store: DiskStore) -> None:
-    store.put(golden_kv())
-    written = path_of(store, GOLDEN_KEY).read_bytes()
-    assert hashlib.sha256(written).hexdigest() == GOLDEN_SHA256
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_file_is_what_the_safetensors_library_writes(store: DiskStore, dtype: str) -> None:
-    kv = make_kv(num_layers=12, dtype=dtype)
+def test_a_put_writes_one_chunk_file_named_after_its_key(store: DiskStore, tmp_path: Path) -> None:
+    kv = make_kv()
     store.put(kv)
-    path = path_of(store, kv.header.key)
-    with safetensors.safe_open(path, framework="pt") as opened:
-        metadata = opened.metadata()
-        assert as_bytes(opened.get_tensor("layer.011.values")) == as_bytes(kv.layer(11).values)
-    tensors: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(kv.layers):
-        tensors |= {f"layer.{index:03d}.values": layer.values, f"layer.{index:03d}.keys": layer.keys}
-    assert path.read_bytes() == save(tensors, metadata)
-    assert list(metadata) == ["ragblend"]
-    assert json.loads(metadata["ragblend"])["token_ids"] == list(kv.header.token_ids)
+    written = [path for path in store.root.rglob("*") if path.is_file()]
+    assert written == [path_of(store, kv.header.key)]
+    assert written[0].read_bytes() == write(tmp_path / "alone", kv).read_bytes()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -166,22 +99,6 @@ def test_get_returns_bit_for_bit_what_put_took(
     assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_special_values_survive(store: DiskStore, dtype: str) -> None:
-    values = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan")]).to(DTYPES[dtype]).view(1, 5, 1)
-    kv = MemoryKV(KVHeader("a" * 32, "m", (), (1, 2, 3, 4, 5), 1, dtype), (LayerKV(values, -values),))
-    store.put(kv)
-    assert_same(store.get("a" * 32), kv)
-
-
-def test_slices_and_transposed_tensors_are_stored_by_value(store: DiskStore) -> None:
-    whole = torch.arange(2 * 9 * 4, dtype=torch.float32).view(2, 9, 4)
-    layer = LayerKV(whole[:, 3:6], whole.transpose(1, 2).transpose(1, 2)[:, ::3])
-    kv = MemoryKV(KVHeader("b" * 32, "m", (), (1, 2, 3), 1, "float32"), (layer,))
-    store.put(kv)
-    assert_same(store.get("b" * 32), kv)
-
-
 def test_an_entry_read_from_one_store_can_be_put_into_another(store: DiskStore, tmp_path: Path) -> None:
     kv = make_kv()
     store.put(kv)
@@ -192,45 +109,7 @@ def test_an_entry_read_from_one_store_can_be_put_into_another(store: DiskStore, 
     assert path_of(other, kv.header.key).read_bytes() == path_of(store, kv.header.key).read_bytes()
 
 
-def test_reading_and_writing_work_under_inference_mode(store: DiskStore) -> None:
-    with torch.inference_mode():
-        kv = make_kv()
-        store.put(kv)
-        found = store.get(kv.header.key)
-        assert_same(found, kv)
-        assert found is not None
-        assert not found.layer(0).keys.is_inference()
-
-
-# --- layer by layer ---
-
-
-def test_reading_one_layer_reads_that_layer_alone(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = make_kv(num_layers=4, tokens=64, dim=64)
-    store.put(kv)
-    reads: list[tuple[int, int]] = []
-    preadv = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        reads.append((offset, sum(buffer.nbytes for buffer in buffers)))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counting)
-    found = store.get(kv.header.key)
-    assert found is not None
-    header_nbytes = path_of(store, kv.header.key).stat().st_size - kv.nbytes
-    assert sum(count for _, count in reads) == header_nbytes
-    reads.clear()
-    found.layer(2)
-    assert reads == [(header_nbytes + 2 * kv.layer(0).nbytes, kv.layer(2).nbytes)]
-
-
-def test_short_reads_are_continued(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = make_kv()
-    store.put(kv)
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
-    assert_same(store.get(kv.header.key), kv)
+# --- damage ---
 
 
 def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,9 +128,6 @@ def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog
     assert store.counters.num_damaged == 1
     assert "ragblend verify --repair" in caplog.text
     assert store.get(kv.header.key) is None, "a damaged file is not met again"
-
-
-# --- damage ---
 
 
 def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,17 +167,6 @@ def test_trailing_bytes_are_a_miss(store: DiskStore, tail: bytes) -> None:
         stream.write(tail)
     assert store.get(kv.header.key) is None
     assert store.counters.num_damaged == 1
-
-
-def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(store: DiskStore) -> None:
-    kv = make_kv()
-    store.put(kv)
-    found = store.get(kv.header.key)
-    assert found is not None
-    os.truncate(path_of(store, kv.header.key), path_of(store, kv.header.key).stat().st_size - 1)
-    assert as_bytes(found.layer(0).keys) == as_bytes(kv.layer(0).keys)
-    with pytest.raises(DamagedEntryError, match="the file ends at byte"):
-        found.layer(1)
 
 
 def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,7 +217,7 @@ def test_a_foreign_file_is_a_miss(store: DiskStore, content: bytes) -> None:
 def test_another_version_is_a_miss_and_stays(store: DiskStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kv = make_kv()
     store.put(kv)
-    monkeypatch.setattr(disk, name, 2)  # the reader of tomorrow
+    monkeypatch.setattr(chunk_file, name, 2)  # the reader of tomorrow
     assert store.get(kv.header.key) is None
     assert not store.contains(kv.header.key)
     assert [result.ok for result in store.verify()] == [False]
@@ -421,48 +286,6 @@ def test_a_held_entry_survives_deletion_and_replacement(store: DiskStore) -> Non
     assert not store.delete(kv.header.key)
 
 
-def test_a_closed_entry_opens_its_file_again_and_only_its_own(store: DiskStore) -> None:
-    kv = make_kv()
-    other = MemoryKV(kv.header, make_kv(9).layers)
-    store.put(kv)
-    with store.get(kv.header.key) or pytest.fail("a miss") as held:
-        pass
-    assert_same(held, kv)
-    store.put(other)
-    with pytest.raises(DamagedEntryError, match="replaced"):
-        held.layer(0)
-    store.delete(kv.header.key)
-    with pytest.raises(DamagedEntryError):
-        held.layer(0)
-    assert store.counters.num_damaged == 0
-    assert list(store.verify()) == []
-
-
-def test_files_are_closed_when_entries_are_forgotten(store: DiskStore) -> None:
-    kv = make_kv()
-    store.put(kv)
-    gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    held = [store.get(kv.header.key) for _ in range(20)]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 20
-    held.clear()
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_more_entries_than_descriptors_can_be_held(store: DiskStore) -> None:
-    kv = make_kv()
-    store.put(kv)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        held = [store.get(kv.header.key) for _ in range(400)]
-        for found in held:
-            assert_same(found, kv)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_no_descriptor_left_is_a_miss_not_a_crash(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make_kv()
     store.put(kv)
@@ -476,31 +299,7 @@ def test_no_descriptor_left_is_a_miss_not_a_crash(store: DiskStore, monkeypatch:
     assert_same(store.get(kv.header.key), kv)
 
 
-def test_threads_can_share_one_entry(store: DiskStore) -> None:
-    kv = make_kv(num_layers=8)
-    store.put(kv)
-    held = store.get(kv.header.key)
-    run_threads(8, lambda _: assert_same(held, kv))
-
-
 # --- writers ---
-
-
-def run_threads(count: int, work: Callable[[int], object]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store: DiskStore) -> None:
@@ -702,7 +501,7 @@ def test_an_interrupted_put_leaves_no_trace(store: DiskStore, monkeypatch: pytes
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk, "_checksum", interrupt)
+    monkeypatch.setattr(chunk_file, "_checksum", interrupt)
     with pytest.raises(KeyboardInterrupt):
         store.put(make_kv())
     assert not [path for path in store.root.rglob("*") if path.is_file()]

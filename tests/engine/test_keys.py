@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,14 @@ def test_a_key_is_32_hex_digits_and_takes_any_sequence() -> None:
     assert key == chunk_key("model", [1], [0, 1, 2, 3, 4])
 
 
+def test_numpy_ids_give_the_key_of_equal_ints_and_fractions_are_refused() -> None:
+    for dtype in (np.int32, np.uint32, np.int64):
+        ids = np.array([3, 128_000], dtype=dtype)
+        assert chunk_key("model", tuple(ids[:1]), list(ids)) == chunk_key("model", [3], [3, 128_000])
+    with pytest.raises(TypeError):
+        chunk_key("model", [], list(np.array([3.0])))
+
+
 def test_keys_are_stable_between_releases() -> None:
     # A change here orphans every stored chunk in the world: raise LAYOUT_VERSION and say so in the changelog.
     assert chunk_key("model", [1, 2], [3, 128_000], "team") == GOLDEN_KEY
@@ -83,6 +92,17 @@ def test_buffers_are_digested_by_name_in_any_order() -> None:
     assert len({digest_buffers([a, b]), digest_buffers([a]), digest_buffers(swapped)}) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a", b"1b2"), ("a", b"1b\x002"), ("a", b"11|b2"), ("a11|b", b"2")],
+    ids=["no boundary", "zero bytes alone", "name lengths alone", "buffer lengths alone"],
+)
+def test_one_buffer_never_passes_for_two(name: str, data: bytes) -> None:
+    # Each passes for the two where buffers are told apart by what its id says.
+    two = [("a", memoryview(b"1")), ("b", memoryview(b"2"))]
+    assert digest_buffers(two) != digest_buffers([(name, memoryview(data))])
+
+
 def write(path: Path, data: bytes, mtime_ns: int) -> Path:
     path.write_bytes(data)
     os.utime(path, ns=(mtime_ns, mtime_ns))
@@ -97,6 +117,13 @@ def test_a_file_digest_follows_names_and_bytes_not_directories(tmp_path: Path) -
     assert digest_files(here) == digest_files(there)
     write(here[0], b"changed", 1)
     assert digest_files(here) != digest_files(there)
+
+
+def test_files_of_one_name_are_digested_in_any_order(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    paths = [write(tmp_path / name / "model.safetensors", name.encode(), 1) for name in ("one", "two")]
+    assert digest_files(paths) == digest_files(reversed(paths)) != digest_files(paths[:1] * 2)
 
 
 def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

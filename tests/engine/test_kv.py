@@ -59,6 +59,12 @@ def test_tensors_that_contradict_the_header_are_refused(layers: tuple[LayerKV, .
         MemoryKV(HEADER, layers)
 
 
+def test_an_unknown_dtype_is_named_with_the_choices() -> None:
+    header = dataclasses.replace(HEADER, dtype="int8")
+    with pytest.raises(ValueError, match=r"'int8' cannot be stored; choose one of float32, bfloat16, float16"):
+        MemoryKV(header, (layer(), layer()))
+
+
 def test_a_value_does_not_change() -> None:
     kv = MemoryKV(HEADER, (layer(), layer()))
     with pytest.raises(dataclasses.FrozenInstanceError):

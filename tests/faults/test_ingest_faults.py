@@ -131,7 +131,7 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path):
     try:
         write_corpus(tmp_path / "corpus")
         script = (
-            "import sys, ragblend.precompute as p; p.check_room = lambda *a: None\n"
+            "import sys, ragblend.precompute as p; p.check_room = lambda *a: 0\n"
             "from ragblend.cli import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
         arguments = ["ingest", str(tmp_path / "corpus"), "--store", str(small / "kv"), "--index", str(tmp_path / "i")]

@@ -1,0 +1,184 @@
+"""One request from its first logits to its last word, for engines that decode token by token themselves.
+
+`GenerationStream` drives an engine's `prefill` and `decode_step`. Knows reports, sampling and text; nothing of how
+KV is stored or fused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
+
+from ragblend.engine.decoding import Sampler, Sampling, StopScanner
+from ragblend.engine.fusor import FusedKV
+from ragblend.engine.report import BlendReport, Generation, Mode
+from ragblend.engine.selection import Check
+from ragblend.errors import RagblendError
+from ragblend.segments import Segment, Segmenter, TextStream, TokenizedPrompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """KV of one conversation so far, so that earlier turns are an exact prefix of the next. Held by the caller.
+
+    It may hold fused, hence approximate, KV: exact with respect to this conversation, and never stored.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    fused: FusedKV | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and everything it was asked with."""
+
+    prompt: TokenizedPrompt
+    mode: Mode
+    rule: str
+    ratio: float
+    checks: tuple[Check, ...] | None
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    conversation: Conversation | None
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """The KV of a prompt, its last token's logits [vocabulary], and what it took."""
+
+    fused: FusedKV
+    logits: Tensor
+    report: BlendReport
+    misses: tuple[Segment, ...] = ()
+    recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
+
+
+class DecodingEngine(Protocol):
+    """What a GenerationStream needs of its engine. Every call may wait for the other requests' turn."""
+
+    @property
+    def segmenter(self) -> Segmenter: ...
+    @property
+    def context_length(self) -> int: ...
+    def prefill(self, request: Request) -> Prefilled: ...
+    def decode_step(self, token: int, fused: FusedKV) -> Tensor: ...
+    def stop_ids(self) -> frozenset[int]: ...
+    def backfill(self, misses: Sequence[Segment]) -> None: ...
+
+
+class GenerationStream:
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
+
+    def __init__(self, engine: DecodingEngine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._start_s = perf_counter()
+        self._pieces = self._run()
+        report = BlendReport(request.mode, request.rule, request.ratio)
+        self.result = Generation("", [], "cancelled", report)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating. The result keeps what was made so far."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[str]:
+        engine, request, result = self._engine, self._request, self.result
+        prefilled = engine.prefill(request)
+        sampler = Sampler(request.sampling)
+        token = sampler.choose(prefilled.logits)
+        result.report = report = prefilled.report
+        report.ttft_s = perf_counter() - self._start_s
+        report.prompt_tokens = request.prompt.num_tokens
+        report.num_chunks = len(report.chunks)
+        report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
+        text, scanner = TextStream(engine.segmenter), StopScanner(request.stop)
+        ends = engine.stop_ids()
+        limit = min(request.max_tokens, engine.context_length - request.prompt.num_tokens)
+        decode_start_s = perf_counter()
+        try:
+            while True:
+                if token in ends:
+                    result.finish_reason = "stop"
+                    break
+                result.token_ids.append(token)
+                shown = scanner.push(text.push(token))
+                if shown:
+                    result.text += shown
+                    yield shown
+                if scanner.stopped:
+                    result.finish_reason = "stop"
+                    break
+                if len(result.token_ids) >= limit:
+                    result.finish_reason = "length"
+                    break
+                token = sampler.choose(engine.decode_step(token, prefilled.fused))
+            rest = scanner.push(text.flush()) + scanner.flush()
+            if rest:
+                result.text += rest
+                yield rest
+        finally:
+            report.decode_s = perf_counter() - decode_start_s
+            report.completion_tokens = len(result.token_ids)
+            self._remember(prefilled.fused)
+            engine.backfill(prefilled.misses)
+
+    def _remember(self, fused: FusedKV) -> None:
+        conversation = self._request.conversation
+        if conversation is not None:
+            # The last generated token's KV is not computed until a token follows it.
+            ids = self._request.prompt.token_ids + self.result.token_ids
+            conversation.token_ids, conversation.fused = ids[: fused.length], fused
+
+
+class Backfill:
+    """Precomputes missed chunks on a thread of its own, one at a time, so a request waits for at most one chunk.
+
+    An executor, because the interpreter joins its thread at exit: a thread still inside torch then would abort it.
+    """
+
+    def __init__(self, precompute: Callable[[tuple[int, ...]], int]) -> None:
+        self._precompute = precompute
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
+        self._pending: list[Future[None]] = []
+        self._lock = threading.Lock()
+
+    def add(self, token_ids: tuple[int, ...]) -> None:
+        """Queue one chunk."""
+        with self._lock:
+            self._pending = [future for future in self._pending if not future.done() or future.exception()]
+            self._pending.append(self._executor.submit(self._work, token_ids))
+
+    def flush(self) -> None:
+        """Wait for what is queued; raises what failed."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._executor.shutdown(wait=True)
+
+    def _work(self, token_ids: tuple[int, ...]) -> None:
+        try:
+            self._precompute(token_ids)
+        except (RagblendError, OSError) as error:
+            # The answer is out already; a full disk must not take the process down. flush() raises.
+            log.warning("a missed chunk was not stored: %s", error)
+            raise
