@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragblend.engine import load_engine, open_store
-    from ragblend.engine.transformers_engine import Conversation
+    from ragblend.engine.generation import Conversation
     from ragblend.index import open_index
+    from ragblend.llm import BlendLLM, ChatBlend
     from ragblend.precompute import ingest
     from ragblend.segments import Chunk, SegmentedPrompt
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "BlendLLM": "ragblend.llm",
+    "ChatBlend": "ragblend.llm",
     "Chunk": "ragblend.segments",
-    "Conversation": "ragblend.engine.transformers_engine",
+    "Conversation": "ragblend.engine.generation",
     "SegmentedPrompt": "ragblend.segments",
     "ingest": "ragblend.precompute",
     "load_engine": "ragblend.engine",
@@ -29,6 +32,8 @@ _HOME = {
 }
 
 __all__ = [
+    "BlendLLM",
+    "ChatBlend",
     "Chunk",
     "Conversation",
     "SegmentedPrompt",

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragblend.engine.transformers_engine import Conversation, GenerationStream, TransformersEngine
+from ragblend.engine.generation import Conversation, GenerationStream
+from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import PromptTooLongError
 from ragblend.segments import Message, Part, SegmentedPrompt
 
@@ -30,7 +31,7 @@ class ChatSession:
         return tuple(self._messages)
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> ChatTurn:
-        """Ask `question` over `chunks`; `generation` goes to `engine.stream`. Earlier turns' chunks are not repeated."""
+        """Ask `question` over `chunks`, those of earlier turns left out; `generation` goes to `engine.stream`."""
         seen = {chunk.text for message in self._messages for chunk in message.parts if not isinstance(chunk, str)}
         turn = SegmentedPrompt(chunks, question).messages[-1]
         new = tuple(part for part in turn.parts if isinstance(part, str) or part.text not in seen)

@@ -6,29 +6,54 @@ Exit codes: 0 ok, 1 failure, 2 usage, 3 missing, 4 corrupt, 5 backend unreachabl
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ragblend.config import Settings, load_settings
-from ragblend.errors import EmptyCorpusError, RagblendError, UsageError
+from ragblend.cli_support import (
+    DeviceOption,
+    DtypeOption,
+    EmbedderOption,
+    IndexOption,
+    JsonOption,
+    KOption,
+    MaxTokensOption,
+    ModelOption,
+    ModeOption,
+    NamespaceOption,
+    NeighboursOption,
+    OrderOption,
+    RatioOption,
+    RemoteCodeOption,
+    RuleOption,
+    StoreOption,
+    SystemOption,
+    TemperatureOption,
+    answer_question,
+    embedder_name,
+    err,
+    generation_options,
+    open_engine,
+    open_index_of,
+    out,
+    print_ingest,
+    print_json,
+    print_result,
+    print_sources,
+    progress_bars,
+    quiet_libraries,
+    retrieve,
+    settings_from,
+    source_facts,
+    split_names,
+)
+from ragblend.errors import RagblendError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ragblend.engine.transformers_engine import TransformersEngine
-    from ragblend.index import ChunkIndex, SearchHit
-
-SCHEMA_VERSION = 1
 EXIT_CORRUPT, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 6, 130
 
 app = typer.Typer(
@@ -40,31 +65,6 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
-
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False, soft_wrap=True)
-
-ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a Hugging Face id or a local path.")]
-IndexOption = Annotated[str | None, typer.Option("--index", help="Directory of the index.")]
-StoreOption = Annotated[str | None, typer.Option("--store", help="Directory of the KV store.")]
-DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
-SystemOption = Annotated[str | None, typer.Option("--system", help="System text that chunks are precomputed behind.")]
-NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; never reads another's KV.")]
-EmbedderOption = Annotated[str | None, typer.Option("--embedder", help="minilm, hashing, a Hugging Face id or a path.")]
-RemoteCodeOption = Annotated[bool | None, typer.Option("--trust-remote-code", help="Run code of the model's repo.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-KOption = Annotated[int | None, typer.Option("-k", help="Chunks retrieved per question.")]
-NeighboursOption = Annotated[int | None, typer.Option("--neighbours", help="Chunks added around each hit.")]
-OrderOption = Annotated[str | None, typer.Option("--order", help="Chunks by 'score' or in 'document' order.")]
-ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, prefix or reuse.")]
-RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute; see `bench quality`.")]
-RatioOption = Annotated[float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
-MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-
-
-# -- commands
 
 
 @app.command()
@@ -85,10 +85,10 @@ def ingest(
     json_: JsonOption = False,
 ) -> None:
     """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.precompute import ingest as run
 
-    with _engine(settings, new_model=True) as engine, _progress() as progress:
+    with open_engine(settings, new_model=True) as engine, progress_bars() as progress:
         report = run(
             list(paths),
             engine,
@@ -96,10 +96,11 @@ def ingest(
             chunk_size=settings.chunk_size,
             glob=glob,
             precompute=precompute,
-            embedder=_embedder(settings),
+            embedder=embedder_name(settings),
             progress=progress,
+            say=err.print,
         )
-    _print_ingest(report, settings, json_)
+    print_ingest(report, settings, json_)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
 
@@ -117,14 +118,18 @@ def precompute(
     json_: JsonOption = False,
 ) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.precompute import disk_bytes, precompute_chunks
 
-    with _engine(settings, new_model=True) as engine, _open_index(settings, engine) as opened, _progress() as progress:
-        report = precompute_chunks(list(opened.chunks()), engine, progress)
+    with (
+        open_engine(settings, new_model=True) as engine,
+        open_index_of(settings, engine) as opened,
+        progress_bars() as progress,
+    ):
+        report = precompute_chunks(list(opened.chunks()), engine, progress, say=err.print)
         report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
         report.store_bytes = disk_bytes(engine)
-    _print_ingest(report, settings, json_)
+    print_ingest(report, settings, json_)
 
 
 @app.command()
@@ -139,13 +144,13 @@ def remove(
     json_: JsonOption = False,
 ) -> None:
     """Forget a document: its chunks in the index, and their KV unless another document shares the text."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.precompute import remove_document
 
-    with _engine(settings) as engine, _open_index(settings, engine) as opened:
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         num_chunks, num_kv = remove_document(document, engine, opened)
     facts = {"document": document, "num_chunks": num_chunks, "num_kv": num_kv}
-    _result(facts, f"{document}: {num_chunks} chunks and {num_kv} KV caches removed", json_)
+    print_result(facts, f"{document}: {num_chunks} chunks and {num_kv} KV caches removed", json_)
 
 
 @app.command()
@@ -173,16 +178,16 @@ def ask(
     json_: JsonOption = False,
 ) -> None:
     """Answer a question from the fused KV caches of the chunks it retrieves."""
-    settings = _settings(locals())
-    with _engine(settings) as engine, _open_index(settings, engine) as opened:
-        hits = _search(opened, question, settings)
-        answer = _answer(engine, hits, question, settings, temperature, stream and not json_)
+    settings = settings_from(locals())
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        hits = retrieve(opened, question, settings)
+        answer = answer_question(engine, hits, question, settings, temperature, stream and not json_)
     if json_:
-        _json(
+        print_json(
             {
                 "question": question,
                 "answer": answer.text,
-                "sources": [_source(hit) for hit in hits],
+                "sources": [source_facts(hit) for hit in hits],
                 "mode": answer.report.mode,
                 "finish_reason": answer.finish_reason,
                 "report": answer.report.as_dict(),
@@ -192,7 +197,7 @@ def ask(
     if not stream:
         out.print(escape(answer.text))
     if show_sources:
-        _print_sources(hits)
+        print_sources(hits)
     err.print(answer.report.summary())
 
 
@@ -218,10 +223,10 @@ def chat(
     trust_remote_code: RemoteCodeOption = None,
 ) -> None:
     """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.chat import ChatSession
 
-    with _engine(settings) as engine, _open_index(settings, engine) as opened:
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
         err.print("Ask a question; an empty line or Ctrl-D ends the chat.")
         while True:
@@ -231,13 +236,13 @@ def chat(
                 break
             if not question:
                 break
-            hits = _search(opened, question, settings)
-            stream = session.stream([hit.chunk for hit in hits], question, **_generation(settings, temperature))
+            hits = retrieve(opened, question, settings)
+            stream = session.stream([hit.chunk for hit in hits], question, **generation_options(settings, temperature))
             for piece in stream:
                 print(piece, end="", flush=True)
             print(flush=True)
             if show_sources:
-                _print_sources(hits)
+                print_sources(hits)
             err.print(stream.result.report.summary())
 
 
@@ -252,21 +257,21 @@ def search(
     json_: JsonOption = False,
 ) -> None:
     """Show the chunks a question retrieves, without answering it."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.index import open_index
 
-    with open_index(settings.index, _embedder(settings)) as opened:
-        hits = _search(opened, question, settings)
+    with open_index(settings.index, embedder_name(settings)) as opened:
+        hits = retrieve(opened, question, settings)
     if json_:
-        _json({"question": question, "sources": [_source(hit) for hit in hits]})
+        print_json({"question": question, "sources": [source_facts(hit) for hit in hits]})
     else:
-        _print_sources(hits)
+        print_sources(hits)
 
 
 @app.command()
 def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False) -> None:
     """What the index and the store hold and cost."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.engine.disk import DiskStore
     from ragblend.engine.store import format_bytes
     from ragblend.index import open_index
@@ -301,7 +306,7 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
         *(f"  {source}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
-    _result(facts, "\n".join(lines), json_)
+    print_result(facts, "\n".join(lines), json_)
 
 
 @app.command()
@@ -316,14 +321,14 @@ def verify(
     json_: JsonOption = False,
 ) -> None:
     """Read and check every stored byte. Exits 4 when anything is damaged and not repaired."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.maintenance import verify_store
 
     report = verify_store(settings.store, settings.index)
     if repair and (report.damaged or report.index_problems):
         from ragblend.maintenance import repair_store
 
-        with _engine(settings) as engine, _open_index(settings, engine) as opened, _progress() as progress:
+        with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
     lines += [f"  {key}: {reason}" for key, reason in report.damaged.items()]
@@ -332,7 +337,7 @@ def verify(
         lines.append(f"{report.num_repaired} recomputed")
     elif report.is_bad:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
-    _result(report.as_dict(), "\n".join(lines), json_)
+    print_result(report.as_dict(), "\n".join(lines), json_)
     if report.is_bad and not repair:
         raise typer.Exit(EXIT_CORRUPT)
 
@@ -347,7 +352,7 @@ def gc(
     json_: JsonOption = False,
 ) -> None:
     """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.engine.store import format_bytes, parse_bytes
     from ragblend.maintenance import collect_garbage
 
@@ -356,7 +361,7 @@ def gc(
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
-    _result({**result._asdict(), "dry_run": dry_run}, text, json_)
+    print_result({**result._asdict(), "dry_run": dry_run}, text, json_)
 
 
 @app.command()
@@ -364,13 +369,13 @@ def doctor(
     model: ModelOption = None, index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False
 ) -> None:
     """Check this machine: versions, model, embedder, disk; say what is missing and how to mend it."""
-    settings = _settings(locals())
+    settings = settings_from(locals())
     from ragblend.maintenance import examine
 
     checks = examine(settings)
     lines = [f"{'ok ' if check.ok else 'NO '} {check.name}: {check.finding}" for check in checks]
     lines += [f"     mend: {check.remedy}" for check in checks if not check.ok and check.remedy]
-    _result({"checks": [check._asdict() for check in checks]}, "\n".join(lines), json_)
+    print_result({"checks": [check._asdict() for check in checks]}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)
 
@@ -386,13 +391,13 @@ def demo(
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
-    _quiet()
+    quiet_libraries()
     from ragblend.demo.show import run_demo
 
-    with _progress() as progress:
+    with progress_bars() as progress:
         facts = run_demo(directory, question, progress=progress, echo=None if json_ else lambda line: out.print(line))
     if json_:
-        _json(facts)
+        print_json(facts)
 
 
 @bench_app.command("ttft")
@@ -417,7 +422,7 @@ def bench_ttft(
     json_: JsonOption = False,
 ) -> None:
     """Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians."""
-    _quiet()
+    quiet_libraries()
     from ragblend.bench.ttft import bench_ttft as run
 
     facts = run(
@@ -427,8 +432,8 @@ def bench_ttft(
         chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
         ratio=ratio,
-        modes=_names(modes),
-        rules=_names(rules),
+        modes=split_names(modes),
+        rules=split_names(rules),
         dtype=dtype,
         threads=threads,
         repeats=repeats,
@@ -440,170 +445,26 @@ def bench_ttft(
         device=device,
         echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
     )
-    _json(facts)
+    print_json(facts)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ragblend import __version__
+
+        print(__version__)
+        raise typer.Exit
 
 
 @app.callback()
 def root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
-    """Set up logging; `--version` prints and exits."""
-    if version:
-        from ragblend import __version__
-
-        print(__version__)
-        raise typer.Exit
+    """Set up logging."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
-
-
-# -- what commands share
-
-
-def _settings(arguments: dict[str, Any]) -> Settings:
-    """Settings from a command's arguments, the environment and ragblend.toml."""
-    _quiet()
-    return load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
-
-
-def _quiet() -> None:
-    """Keep libraries' bars and advice out of the way before they are imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-
-def _engine(settings: Settings, *, new_model: bool = False) -> TransformersEngine:
-    from ragblend.engine import load_engine
-    from ragblend.errors import NotFoundError
-
-    if not new_model and not Path(settings.store).is_dir():
-        raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
-    return load_engine(
-        settings.model,
-        settings.store,
-        dtype=settings.dtype,
-        device=settings.device,
-        system=settings.system,
-        namespace=settings.namespace,
-        memory_gib=settings.memory_gib,
-        new_model=new_model,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def _open_index(settings: Settings, engine: TransformersEngine) -> ChunkIndex:
-    from ragblend.precompute import open_engine_index
-
-    return open_engine_index(settings.index, engine, _embedder(settings), create=False)
-
-
-def _embedder(settings: Settings) -> str | None:
-    return None if settings.embedder == "auto" else settings.embedder
-
-
-def _search(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
-    if not question.strip():
-        raise UsageError("the question is empty; write what you want to know")
-    if not index.num_chunks:
-        raise EmptyCorpusError(f"the index {settings.index} is empty; add documents: ragblend ingest DOCS")
-    order: Any = settings.order
-    return index.search(question, settings.k, neighbours=settings.neighbours, order=order)
-
-
-def _generation(settings: Settings, temperature: float) -> dict[str, Any]:
-    return {
-        "mode": settings.mode,
-        "rule": settings.rule,
-        "recompute_ratio": settings.ratio,
-        "max_tokens": settings.max_tokens,
-        "temperature": temperature,
-    }
-
-
-def _answer(
-    engine: TransformersEngine,
-    hits: Sequence[SearchHit],
-    question: str,
-    settings: Settings,
-    temperature: float,
-    show: bool,
-) -> Any:
-    from ragblend.segments import SegmentedPrompt
-
-    prompt = SegmentedPrompt([hit.chunk for hit in hits], question, settings.system)
-    stream = engine.stream(prompt, **_generation(settings, temperature))
-    for piece in stream:
-        if show:
-            print(piece, end="", flush=True)
-    if show:
-        print(flush=True)
-    return stream.result
-
-
-def _source(hit: SearchHit) -> dict[str, Any]:
-    chunk = hit.chunk
-    return {
-        "source": chunk.source,
-        "start": chunk.start,
-        "end": chunk.end,
-        "score": round(hit.score, 4),
-        "text": chunk.text,
-    }
-
-
-def _print_sources(hits: Sequence[SearchHit]) -> None:
-    for number, hit in enumerate(hits, start=1):
-        chunk = hit.chunk
-        text = " ".join(chunk.text.split())
-        shown = text if len(text) <= 160 else text[:157] + "..."
-        out.print(f"[{number}] {chunk.source}:{chunk.start}-{chunk.end} ({hit.score:.2f}) {shown}", markup=False)
-
-
-def _print_ingest(report: Any, settings: Settings, json_: bool) -> None:
-    from ragblend.engine.store import format_bytes
-
-    lines = [
-        f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
-        f"{report.num_tokens} tokens",
-        f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored",
-        f"store {settings.store}: {format_bytes(report.store_bytes)}, {format_bytes(report.bytes_per_token)} per token",
-        *(f"not read: {failure.path}: {failure.reason}" for failure in report.failures),
-    ]
-    _result(report.as_dict(), "\n".join(lines), json_)
-
-
-def _result(facts: dict[str, Any], text: str, json_: bool) -> None:
-    if json_:
-        _json(facts)
-    else:
-        out.print(text, markup=False)
-
-
-def _json(facts: dict[str, Any]) -> None:
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A progress callback that draws bars on stderr, or does nothing where that is no terminal."""
-    if not err.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield tell
 
 
 def main() -> None:

@@ -109,6 +109,6 @@ def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def differs(row: dict[str, Any]) -> bool:
         answers = {mode: found["answer"] for mode, found in row["modes"].items()}
-        return answers["full"] == answers["blend"] == row["answer"] != answers["reuse"]
+        return bool(answers["full"] == answers["blend"] == row["answer"] != answers["reuse"])
 
     return sorted(rows, key=lambda row: not differs(row))

@@ -30,7 +30,7 @@ LAST_NAMES = tuple(
     Sharp Stone Sutton Tate Taylor Turner Vance Wade Walker Walsh Ward Watson Webb West Wood Young
     """.split()
 )
-COMPANIES = tuple(
+COMPANY_STEMS = tuple(
     """
     Falon Mavtron Tekara Paxex Quoara Korex Dexara Paxara Xanics Lumora Nexara Velora Quoex Orbara Tekdyne Rovon
     Mavtech Xanara Rovco Paxora Genon Zenics Velex Kortron Dexon Borco Quotron Zentech Tekium Cynium Orbtech

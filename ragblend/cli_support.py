@@ -1,0 +1,219 @@
+"""What the commands of `cli` share: their options, settings, engine and index, and how results are printed.
+
+Results go to stdout as text or as one JSON object with `schema_version`, progress to stderr. Importing this loads
+neither torch nor a framework: `ragblend --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ragblend.config import Settings, load_settings
+from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.index import ChunkIndex, SearchHit
+
+SCHEMA_VERSION = 1
+
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True)
+
+
+# -- options
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a Hugging Face id or a local path.")]
+IndexOption = Annotated[str | None, typer.Option("--index", help="Directory of the index.")]
+StoreOption = Annotated[str | None, typer.Option("--store", help="Directory of the KV store.")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="System text that chunks are precomputed behind.")]
+NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; never reads another's KV.")]
+EmbedderOption = Annotated[str | None, typer.Option("--embedder", help="minilm, hashing, a Hugging Face id or a path.")]
+RemoteCodeOption = Annotated[bool | None, typer.Option("--trust-remote-code", help="Run code of the model's repo.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+KOption = Annotated[int | None, typer.Option("-k", help="Chunks retrieved per question.")]
+NeighboursOption = Annotated[int | None, typer.Option("--neighbours", help="Chunks added around each hit.")]
+OrderOption = Annotated[str | None, typer.Option("--order", help="Chunks by 'score' or in 'document' order.")]
+ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, prefix or reuse.")]
+RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute; see `bench quality`.")]
+RatioOption = Annotated[float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
+MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+
+
+# -- settings, engine, index
+
+
+def settings_from(arguments: dict[str, Any]) -> Settings:
+    """Settings from a command's arguments, the environment and ragblend.toml."""
+    quiet_libraries()
+    return load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' bars and advice out of the way before they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def open_engine(settings: Settings, *, new_model: bool = False) -> TransformersEngine:
+    """The engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
+    from ragblend.engine import load_engine
+
+    if not new_model and not Path(settings.store).is_dir():
+        raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
+    return load_engine(
+        settings.model,
+        settings.store,
+        dtype=settings.dtype,
+        device=settings.device,
+        system=settings.system,
+        namespace=settings.namespace,
+        memory_gib=settings.memory_gib,
+        new_model=new_model,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def open_index_of(settings: Settings, engine: TransformersEngine) -> ChunkIndex:
+    """The index that the settings name, checked against the engine's tokenizer."""
+    from ragblend.precompute import open_engine_index
+
+    return open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+
+
+def embedder_name(settings: Settings) -> str | None:
+    """The embedder to insist on; None for the index's own."""
+    return None if settings.embedder == "auto" else settings.embedder
+
+
+# -- questions
+
+
+def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
+    """The chunks a question retrieves; a clear error for an empty question or an empty index."""
+    if not question.strip():
+        raise UsageError("the question is empty; write what you want to know")
+    if not index.num_chunks:
+        raise EmptyCorpusError(f"the index {settings.index} is empty; add documents: ragblend ingest DOCS")
+    order: Any = settings.order
+    return index.search(question, settings.k, neighbours=settings.neighbours, order=order)
+
+
+def generation_options(settings: Settings, temperature: float) -> dict[str, Any]:
+    """The settings that `generate` and `stream` take."""
+    return {
+        "mode": settings.mode,
+        "rule": settings.rule,
+        "recompute_ratio": settings.ratio,
+        "max_tokens": settings.max_tokens,
+        "temperature": temperature,
+    }
+
+
+def answer_question(
+    engine: TransformersEngine,
+    hits: Sequence[SearchHit],
+    question: str,
+    settings: Settings,
+    temperature: float,
+    show: bool,
+) -> Any:
+    """Answer from the retrieved chunks; with `show`, each piece is printed as it is made."""
+    from ragblend.segments import SegmentedPrompt
+
+    prompt = SegmentedPrompt([hit.chunk for hit in hits], question, settings.system)
+    stream = engine.stream(prompt, **generation_options(settings, temperature))
+    for piece in stream:
+        if show:
+            print(piece, end="", flush=True)
+    if show:
+        print(flush=True)
+    return stream.result
+
+
+# -- printing
+
+
+def source_facts(hit: SearchHit) -> dict[str, Any]:
+    """One retrieved chunk, as `--json` shows it."""
+    chunk = hit.chunk
+    return {
+        "source": chunk.source,
+        "start": chunk.start,
+        "end": chunk.end,
+        "score": round(hit.score, 4),
+        "text": chunk.text,
+    }
+
+
+def print_sources(hits: Sequence[SearchHit]) -> None:
+    """The retrieved chunks, one line each."""
+    for number, hit in enumerate(hits, start=1):
+        chunk = hit.chunk
+        text = " ".join(chunk.text.split())
+        shown = text if len(text) <= 160 else text[:157] + "..."
+        out.print(f"[{number}] {chunk.source}:{chunk.start}-{chunk.end} ({hit.score:.2f}) {shown}", markup=False)
+
+
+def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
+    """What an ingestion did and cost."""
+    from ragblend.engine.store import format_bytes
+
+    lines = [
+        f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
+        f"{report.num_tokens} tokens",
+        f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored",
+        f"store {settings.store}: {format_bytes(report.store_bytes)}, {format_bytes(report.bytes_per_token)} per token",
+        *(f"not read: {failure.path}: {failure.reason}" for failure in report.failures),
+    ]
+    print_result(report.as_dict(), "\n".join(lines), json_)
+
+
+def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
+    """The same facts as one JSON object or as text."""
+    if json_:
+        print_json(facts)
+    else:
+        out.print(text, markup=False)
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout, its schema version first."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a comma-separated option."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@contextmanager
+def progress_bars() -> Iterator[Any]:
+    """A progress callback that draws bars on stderr, or does nothing where that is no terminal."""
+    if not err.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield tell
