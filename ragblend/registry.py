@@ -1,0 +1,322 @@
+"""Texts of ingested chunks, kept beside their KV, so that they are found again in a plain prompt (see `recovery`).
+
+Two texts are the same when they are equal after `strip()`. Knows strings and one SQLite file. Knows nothing about
+tokens, KV, engines or frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreMismatchError
+
+REGISTRY_FILE = "chunks.sqlite"
+"""In a store's directory: the texts whose KV it holds."""
+
+ANCHOR_CHARS = 24
+"""Texts are looked up by their first characters. Shorter ones match only where they fill whole lines."""
+
+_TABLE = "registered_texts"
+_LOCK_TIMEOUT_S = 30.0
+
+
+class Match(NamedTuple):
+    """A known text at `start .. end` of the text searched."""
+
+    start: int
+    end: int
+    text: str
+
+
+class TextIndex:
+    """Known texts by their first characters; finds them verbatim in a longer text. Not safe between threads.
+
+    A text shorter than ANCHOR_CHARS may be an everyday word, so it counts only where it fills whole lines.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._by_anchor: dict[str, dict[str, None]] = {}
+        self._unsorted: set[str] = set()  # anchors whose texts are not yet longest first
+        self._short: set[str] = set()
+        self._short_lengths: list[int] = []  # longest first
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str) -> None:
+        """Know a stripped, non-empty text; twice is once."""
+        if len(text) < ANCHOR_CHARS:
+            self._short.add(text)
+            self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
+            return
+        anchor = text[:ANCHOR_CHARS]
+        self._by_anchor.setdefault(anchor, {})[text] = None
+        self._unsorted.add(anchor)
+
+    def discard(self, text: str) -> None:
+        """Forget a text, if it is known."""
+        if len(text) < ANCHOR_CHARS:
+            self._short.discard(text)
+            self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
+            return
+        same_anchor = self._by_anchor.get(text[:ANCHOR_CHARS], {})
+        same_anchor.pop(text, None)
+        if not same_anchor:
+            self._by_anchor.pop(text[:ANCHOR_CHARS], None)
+
+    def find(self, text: str) -> list[Match]:
+        """Non-overlapping matches, in order: at the earliest place the longest known text wins.
+
+        >>> index = TextIndex(["The first chunk is here, long enough.", "The first chunk is here,"])
+        >>> [match.text for match in index.find("Context: The first chunk is here, long enough. Why?")]
+        ['The first chunk is here, long enough.']
+        """
+        self._sort()
+        matches: list[Match] = []
+        by_anchor, position, last = self._by_anchor, 0, len(text)
+        while position < last:
+            same_anchor = by_anchor.get(text[position : position + ANCHOR_CHARS])
+            found = ""
+            if same_anchor is not None:
+                found = next((known for known in same_anchor if text.startswith(known, position)), "")
+            if not found and self._short and (position == 0 or text[position - 1] == "\n"):
+                found = self._short_at(text, position)
+            if found:
+                matches.append(Match(position, position + len(found), found))
+                position += len(found)
+            else:
+                position += 1
+        return matches
+
+    def _sort(self) -> None:
+        for anchor in self._unsorted.intersection(self._by_anchor):
+            self._by_anchor[anchor] = dict.fromkeys(sorted(self._by_anchor[anchor], key=len, reverse=True))
+        self._unsorted.clear()
+
+    def _short_at(self, text: str, position: int) -> str:
+        """The longest short text that fills whole lines from the line start `position`; "" when there is none."""
+        for length in self._short_lengths:
+            candidate = text[position : position + length]
+            if candidate in self._short and text[position + length :].partition("\n")[0].strip() == "":
+                return candidate
+        return ""
+
+
+class ChunkRegistry:
+    """The texts of ingested chunks, kept in the SQLite file `path`, or in memory when that is None.
+
+    Safe between threads and processes: what another process adds is found at the next call. `close` frees the file;
+    the next call opens it again. Raises CorruptError for a damaged file, StoreMismatchError for somebody else's.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self._lock = threading.RLock()
+        self._forget_memory()
+        self._connection: sqlite3.Connection | None = None
+        if self.path is not None:
+            with self._current():  # fail here rather than at the first prompt
+                pass
+
+    # --- what it holds ---
+
+    def texts(self) -> Iterator[str]:
+        """Every text, stripped, first added first."""
+        with self._current():
+            texts = list(self._texts)
+        return iter(texts)
+
+    def __len__(self) -> int:
+        with self._current():
+            return len(self._texts)
+
+    def __contains__(self, text: object) -> bool:
+        with self._current():
+            return isinstance(text, str) and text.strip() in self._texts
+
+    def find(self, text: str) -> list[Match]:
+        """Where known texts stand in `text`; see `TextIndex.find`."""
+        with self._current():
+            return self._index.find(text)
+
+    # --- changing it ---
+
+    def add(self, texts: Iterable[str]) -> int:
+        """Know these texts; blank ones are skipped. How many were new."""
+        with self._current() as connection:
+            new = [text for text in dict.fromkeys(map(_normal, texts)) if text and text not in self._texts]
+            if connection is not None and new:
+                connection.execute("BEGIN IMMEDIATE")
+                rows = ((_key(text), text) for text in new)
+                connection.executemany(f"INSERT OR IGNORE INTO {_TABLE} (key, text) VALUES (?, ?)", rows)
+                connection.execute("COMMIT")
+                # Ids are read back rather than guessed: another process may have added in between.
+                self._load(connection)
+            else:
+                self._remember(new)
+        return len(new)
+
+    def remove(self, texts: Iterable[str]) -> int:
+        """Forget these texts. How many were known."""
+        with self._current() as connection:
+            gone = [text for text in dict.fromkeys(map(_normal, texts)) if text in self._texts]
+            if connection is not None and gone:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", ((_key(text),) for text in gone))
+                connection.execute("COMMIT")
+            for text in gone:
+                del self._texts[text]
+                self._index.discard(text)
+        return len(gone)
+
+    def close(self) -> None:
+        """Free the file. Nothing is lost, and using the registry again opens it again."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+                self._forget_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _forget_memory(self) -> None:
+        self._texts: dict[str, None] = {}
+        self._index = TextIndex()
+        self._last_id = 0
+        self._data_version = -1  # SQLite's count of other connections' commits
+
+    def _remember(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self._texts:
+                self._texts[text] = None
+                self._index.add(text)
+
+    @contextmanager
+    def _current(self) -> Iterator[sqlite3.Connection | None]:
+        """Hold the lock, with memory as the file is now; yields the connection, None for a registry in memory."""
+        with self._lock:
+            if self.path is None:
+                yield None
+                return
+            with _translated(self.path):
+                if self._connection is None:
+                    self._connection = _open(self.path)
+                connection = self._connection
+                try:
+                    version = int(connection.execute("PRAGMA data_version").fetchone()[0])
+                    if version != self._data_version:
+                        self._load(connection)
+                        self._data_version = version
+                    yield connection
+                finally:
+                    if connection.in_transaction:  # only after an error
+                        with suppress(sqlite3.Error):
+                            connection.execute("ROLLBACK")
+
+    def _load(self, connection: sqlite3.Connection) -> None:
+        """Read what is new; everything, when another process removed something."""
+        connection.execute("BEGIN")  # one state of the file for both reads
+        newer = f"SELECT id, text FROM {_TABLE} WHERE id > ? ORDER BY id"
+        rows = connection.execute(newer, (self._last_id,)).fetchall()
+        count = int(connection.execute(f"SELECT count(*) FROM {_TABLE}").fetchone()[0])
+        connection.execute("COMMIT")
+        if count != len(self._texts) + len(rows):
+            self._texts, self._index = {}, TextIndex()
+            rows = connection.execute(newer, (-1,)).fetchall()
+        self._remember(text for _, text in rows)
+        self._last_id = max([self._last_id, *(row_id for row_id, _ in rows)])
+
+
+def _normal(text: str) -> str:
+    """The text as it is compared; "" for one that cannot be registered (lone surrogates are no Unicode text)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return ""
+    return text.strip()
+
+
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """A connection in autocommit mode to a file that holds the table, made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In a folder that cannot be written (a package, a mounted image) nobody else writes either; without a file there,
+    # what is added lives as long as the connection.
+    frozen = not os.access(path.parent, os.W_OK) and path.exists()
+    unkept = not os.access(path.parent, os.W_OK) and not frozen
+    mode = "mode=ro&immutable=1" if frozen else "mode=rwc"
+    connection = sqlite3.connect(
+        ":memory:" if unkept else f"{path.resolve().as_uri()}?{mode}",
+        uri=True,
+        timeout=_LOCK_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if _TABLE not in tables and tables:
+            raise StoreMismatchError(
+                f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
+                "keep the index and the store in different folders: --index DIR --store OTHER_DIR"
+            )
+        if not frozen:
+            connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {_TABLE} "
+                "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)"
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise RagblendError(f"another process is writing {path}; wait for it to end and try again") from error
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreFullError(f"no room for {path}; free disk space and run the command again") from error
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            raise RagblendError(f"cannot open or write {path} ({error}); check its permissions") from error
+        raise CorruptError(
+            f"{path} is damaged ({error}). Delete it and ingest the documents again; stored KV is found, not recomputed"
+        ) from error
+
+
+_IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
+_IN_MEMORY_LOCK = threading.Lock()
+
+
+def registry_of(store: Any) -> ChunkRegistry:
+    """The registry of a KVStore: the file beside its local disk tier, else one in memory that lives with the store."""
+    tiers = getattr(store, "tiers", (store,))
+    root = next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
+    if root is not None:
+        return ChunkRegistry(root / REGISTRY_FILE)
+    with _IN_MEMORY_LOCK:
+        return _IN_MEMORY.setdefault(store, ChunkRegistry())
