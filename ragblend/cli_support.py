@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 
 

@@ -29,8 +29,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
     turned = turned.float()
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    turned = turned.to(states.dtype)
+    turned = (turned * cos).add_(torch.cat((-second, first), dim=-1).mul_(sin)).to(states.dtype)
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 

@@ -38,15 +38,16 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale
 
     Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i]. Returns [1, Hq, R, D].
     """
-    num_rows = query.shape[2]
-    ends = rows[torch.arange(BLOCK_ROWS - 1, num_rows + BLOCK_ROWS - 1, BLOCK_ROWS).clamp_(max=num_rows - 1)] + 1
+    firsts, lasts = rows[::BLOCK_ROWS], torch.cat((rows[BLOCK_ROWS - 1 : -1 : BLOCK_ROWS], rows[-1:]))
     outputs = []
-    for block, end in enumerate(ends.tolist()):
-        start = block * BLOCK_ROWS
-        block_rows = rows[start : start + BLOCK_ROWS]
+    for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
+        start, end = block * BLOCK_ROWS, last + 1
         mask = None
-        if len(block_rows) > 1:  # a single row sees all keys up to its own position: no mask
-            mask = torch.arange(end, device=rows.device)[None, :] <= block_rows[:, None]
+        if last > first:  # a single row sees all keys up to its own position: no mask
+            block_rows = rows[start : start + BLOCK_ROWS, None]
+            mask = query.new_zeros(len(block_rows), end)
+            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` are seen by all
+            mask[:, first + 1 :].masked_fill_(hidden, -torch.inf)
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 query[:, :, start : start + BLOCK_ROWS],

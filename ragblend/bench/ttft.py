@@ -1,0 +1,368 @@
+"""Time to first token, the four modes side by side in one process: lookup + load + fuse + first token.
+
+Chunks are precomputed, everything is warmed up, and the modes take turns (A B C, A B C, ...), so that a machine
+that gets slower or faster slows or speeds them alike. Quote ratios of the medians. Full prefill is the stock
+transformers model with its own SDPA attention. Read `run_ttft` first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import process_time
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ragblend.bench.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.bench.workloads import PromptSet, engine_for, engine_for_model, find_dtype, find_shape, make_prompts
+from ragblend.engine import open_store
+from ragblend.engine.kv import dtype_name
+from ragblend.engine.protocols import KVStore
+from ragblend.engine.report import MODES, BlendReport, Mode
+from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.store import MemoryStore
+from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.transformers_model import load_model
+from ragblend.errors import UsageError
+from ragblend.segments import SegmentedPrompt
+
+SCHEMA_VERSION = 1
+DEFAULT_SHAPE = "llama-200m"
+TIERS = ("memory", "disk")
+
+_NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
+
+
+@dataclass(frozen=True, slots=True)
+class TtftConfig:
+    """What to measure. Either a `shape` (random weights) or a `model` (a checkpoint)."""
+
+    shape: str | None = DEFAULT_SHAPE
+    model: str | None = None
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = DEFAULT_RATIO
+    modes: tuple[Mode, ...] = MODES
+    rules: tuple[str, ...] = ("cacheblend",)  # one blend run each
+    dtype: str = "float32"
+    threads: int | None = None  # None: as many as torch uses anyway
+    repeats: int = 5  # timed runs per mode and prompt
+    num_prompts: int = 1  # each has the chunks in another order
+    tier: str = "memory"
+    store: Path | None = None  # directory of the disk tier; None is a temporary one
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if (self.shape is None) == (self.model is None):
+            raise UsageError("give either a shape (random weights) or a model (a checkpoint), not both, not neither")
+        if self.shape is not None:
+            find_shape(self.shape)
+        for name in ("num_chunks", "chunk_tokens", "question_tokens", "repeats", "num_prompts"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads is {self.threads}; choose 1 or more")
+        check_ratio(self.ratio)
+        if not self.modes:
+            raise UsageError(f"no mode given; choose from {', '.join(MODES)}")
+        for mode in self.modes:
+            if mode not in MODES:
+                raise UsageError(f"mode is {mode!r}; choose from {', '.join(MODES)}")
+        if "blend" in self.modes and not self.rules:
+            raise UsageError("mode blend needs a rule; choose auto, or see `ragblend bench quality`")
+        for rule in self.rules:
+            find_rule(rule)
+        if self.tier not in TIERS:
+            raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
+        if self.store is not None and self.tier != "disk":
+            raise UsageError(f"a store directory is for the disk tier, the tier is {self.tier}: add --tier disk")
+        find_dtype(self.dtype)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What is run: every mode once, blend once per rule."""
+        cases: list[Case] = []
+        for mode in self.modes:
+            rules = [find_rule(rule).name for rule in self.rules] if mode == "blend" else ["none"]
+            cases += [Case(mode, rule) for rule in dict.fromkeys(rules)]
+        return tuple(dict.fromkeys(cases))
+
+
+class Case(NamedTuple):
+    """One line of the table. `rule` is "none" except for blend."""
+
+    mode: Mode
+    rule: str
+
+
+class Sample(NamedTuple):
+    """One timed request."""
+
+    report: BlendReport
+    cpu_s: float  # processor time of all threads: what the wall clock would show on a machine of one's own
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TtftRun:
+    """One case's result. Durations in seconds, medians over all samples unless they say otherwise."""
+
+    mode: Mode
+    rule: str
+    ratio: float
+    charged_budget: float
+    charged_budget_32: float
+    ttft_s: float
+    ttft_min_s: float
+    ttft_max_s: float
+    cpu_s: float
+    load_s: float  # reading and placing stored KV, overlapped with fusing where it comes from disk
+    stall_s: float  # the part of it that fusing had to wait for
+    fuse_s: float
+    speedup: float | None  # full prefill's median TTFT over this one's; None where full was not run
+    speedup_cpu: float | None  # the same of processor time
+    limit: float | None  # 1 / charged budget: the speedup if nothing but recomputing chunk tokens took time
+    num_recomputed_tokens: int
+    peak_rss_bytes: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class TtftResult:
+    """Everything a run of the benchmark found, and what it was run on."""
+
+    config: TtftConfig
+    name: str  # of the model
+    prompt_tokens: int
+    stored_bytes_per_token: int
+    hardware: dict[str, Any]
+    runs: tuple[TtftRun, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of the command line."""
+        config = asdict(self.config)
+        config.pop("store")  # a path of this machine says nothing elsewhere
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": "bench ttft",
+            "hardware": self.hardware,
+            "config": config | {"dtype": dtype_name(find_dtype(self.config.dtype))},
+            "model": self.name,
+            "prompt_tokens": self.prompt_tokens,
+            "stored_bytes_per_token": self.stored_bytes_per_token,
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
+    """Measure every case of `config` on the same prompts. `progress` is told what is being done."""
+    tell = progress or (lambda line: None)
+    with _threads(config.threads), _store(config) as store:
+        tell(f"building {config.shape or config.model}")
+        engine = _engine(config, store)
+        with engine:
+            work = make_prompts(
+                config.num_chunks,
+                config.chunk_tokens,
+                config.question_tokens,
+                config.num_prompts,
+                engine.layers.config.vocab_size,
+                config.seed,
+            )
+            tell(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+            for chunk in work.chunks:
+                engine.precompute(chunk)
+            samples = _measure(engine, config, work, tell)
+            return TtftResult(
+                config,
+                engine.name,
+                samples[config.cases[0]][0].report.prompt_tokens,
+                engine.bytes_per_token,
+                hardware_card(config.device),
+                summarise(samples),
+            )
+
+
+def _measure(
+    engine: TransformersEngine, config: TtftConfig, work: PromptSet, tell: Callable[[str], None]
+) -> dict[Case, list[Sample]]:
+    """Warm every case up once, then take turns."""
+    tell("warming up")
+    for case in config.cases:
+        _sample(engine, work.prompts[0], case, config.ratio)
+    samples: dict[Case, list[Sample]] = {case: [] for case in config.cases}
+    for repeat in range(config.repeats):
+        for number, prompt in enumerate(work.prompts):
+            tell(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
+            for case in config.cases:
+                samples[case].append(_sample(engine, prompt, case, config.ratio))
+    return samples
+
+
+def _sample(engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, ratio: float) -> Sample:
+    """One request of one token, so that nothing is decoded. The engine synchronises the device."""
+    rule = "auto" if case.rule == "none" else case.rule
+    reset_peak_rss()
+    start_s = process_time()
+    result = engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
+    return Sample(result.report, process_time() - start_s, peak_rss_bytes())
+
+
+def summarise(samples: dict[Case, list[Sample]]) -> tuple[TtftRun, ...]:
+    """Medians of every case, and their ratios to those of full prefill."""
+    full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
+    full_s = _median([sample.report.ttft_s for sample in full]) if full else None
+    full_cpu_s = _median([sample.cpu_s for sample in full]) if full else None
+    runs = []
+    for case, taken in samples.items():
+        reports = [sample.report for sample in taken]
+        times_s = [report.ttft_s for report in reports]
+        cpu_s = _median([sample.cpu_s for sample in taken])
+        budget = _median([report.charged_budget for report in reports])
+        runs.append(
+            TtftRun(
+                mode=case.mode,
+                rule=case.rule,
+                ratio=reports[0].recompute_ratio,
+                charged_budget=budget,
+                charged_budget_32=_median([report.charged_budget_32 for report in reports]),
+                ttft_s=_median(times_s),
+                ttft_min_s=min(times_s),
+                ttft_max_s=max(times_s),
+                cpu_s=cpu_s,
+                load_s=_median([report.load_s for report in reports]),
+                stall_s=_median([report.stall_s for report in reports]),
+                fuse_s=_median([report.fuse_s for report in reports]),
+                speedup=full_s / _median(times_s) if full_s is not None else None,
+                speedup_cpu=full_cpu_s / cpu_s if full_cpu_s is not None and cpu_s else None,
+                limit=1 / budget if budget else None,
+                num_recomputed_tokens=reports[0].num_recomputed_tokens,
+                peak_rss_bytes=max(sample.peak_rss_bytes for sample in taken),
+                num_samples=len(taken),
+            )
+        )
+    return tuple(runs)
+
+
+def table_lines(result: TtftResult) -> list[str]:
+    """The runs for people: one line each, under a line that says what was run."""
+    config = result.config
+    lines = [
+        f"{result.name} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
+        f"tokens + {config.question_tokens} question tokens, {result.prompt_tokens} in all, KV from {config.tier}; "
+        f"medians of {result.runs[0].num_samples}",
+        f"{'mode':<7}{'rule':<19}{'ratio':>5}{'charged':>8}{'TTFT s':>8}{'min':>7}{'max':>7}{'load s':>7}"
+        f"{'fuse s':>7}{'speedup':>8}{'limit':>7}{'cpu s':>7}{'GiB':>5}",
+    ]
+    for run in result.runs:
+        lines.append(
+            f"{run.mode:<7}{run.rule:<19}{run.ratio:>5.2f}{run.charged_budget:>8.3f}{run.ttft_s:>8.3f}"
+            f"{run.ttft_min_s:>7.2f}{run.ttft_max_s:>7.2f}{run.load_s:>7.3f}{run.fuse_s:>7.2f}"
+            f"{_times(run.speedup):>8}{_times(run.limit):>7}{run.cpu_s:>7.2f}{run.peak_rss_bytes / (1 << 30):>5.1f}"
+        )
+    return lines
+
+
+def bench_ttft(
+    shape: str | None,
+    model: str | None,
+    chunks: int,
+    chunk_tokens: int,
+    question_tokens: int,
+    ratio: float,
+    modes: Sequence[str],
+    rules: Sequence[str],
+    dtype: str,
+    threads: int | None,
+    repeats: int,
+    questions: int,
+    tier: str,
+    store: Path | None,
+    plot: Path | None,
+    seed: int,
+    device: str,
+    echo: Callable[[str], None],
+) -> dict[str, Any]:
+    """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object.
+
+    Without `shape` and `model` it runs the shape llama-200m. Raises UsageError for values out of range.
+    """
+    config = TtftConfig(
+        shape=DEFAULT_SHAPE if shape is None and model is None else shape,
+        model=model,
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratio=ratio,
+        modes=tuple(cast(Mode, mode) for mode in modes),
+        rules=tuple(rules),
+        dtype=dtype,
+        threads=threads,
+        repeats=repeats,
+        num_prompts=questions,
+        tier=tier,
+        store=store,
+        seed=seed,
+        device=device,
+    )
+    if plot is not None:
+        from ragblend.bench.plots import plot_ttft, require_matplotlib
+
+        require_matplotlib()  # now, not after minutes of measuring
+    result = run_ttft(config, _tell if sys.stderr.isatty() else None)
+    for line in (*card_lines(result.hardware), "", *table_lines(result)):
+        echo(line)
+    facts = result.as_dict()
+    if plot is not None:
+        plot_ttft(facts, plot)
+        echo(f"plot in {plot}")
+    return facts
+
+
+def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
+    if config.model is not None:
+        return engine_for_model(load_model(config.model, dtype_name(find_dtype(config.dtype)), config.device), store)
+    assert config.shape is not None
+    return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)
+
+
+@contextmanager
+def _store(config: TtftConfig) -> Iterator[KVStore]:
+    """The tier to measure, alone: a memory tier in front of the disk would answer for it."""
+    if config.tier == "memory":
+        yield MemoryStore(_NO_LIMIT_BYTES)
+    elif config.store is not None:
+        yield open_store(config.store, memory_gib=0)
+    else:
+        with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+            yield open_store(directory, memory_gib=0)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

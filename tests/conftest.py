@@ -1,0 +1,229 @@
+"""Shared fixtures: tiny random models of every supported family, a byte-level tokenizer, and engines made of them.
+
+Models are built once per session; `tiny_model` and `stock_model` hand out copies and originals, see there. Nothing
+here touches the network.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from ragblend.engine.store import MemoryStore
+from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.transformers_layers import TransformersLayers
+from ragblend.segments import Segmenter, prompt_format
+
+torch.set_num_threads(1)
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+# A deadline fails slow machines, not wrong code.
+settings.register_profile("ragblend", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ragblend")
+
+VOCABULARY = 300
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama3_scaling": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3}),
+    "yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {}),
+    "phi3_mha": (Phi3Config, Phi3ForCausalLM, {"num_key_value_heads": 4}),
+    "phi3_partial": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": _PARTIAL}),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+}
+
+
+def make_model(config_class: type, model_class: type, seed: int = 0, **changes: Any) -> Any:
+    """A random model, 6 layers, hidden 64, 4 heads of 16: weights large enough that attention is far from uniform."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.06,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**sizes, **changes})).eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.ndim == 1:  # norms: all ones would hide a norm that is skipped or doubled
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.mul_(2)
+    return model
+
+
+@pytest.fixture(scope="session", name="make_model")
+def _make_model() -> Callable[..., Any]:
+    """`make_model(config_class, model_class, **config)`, for architectures outside FAMILIES."""
+    return make_model
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """Every supported family in turn; `pytest.mark.parametrize("family", ...)` narrows it."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def stock_model() -> Callable[[str], Any]:
+    """`stock_model(family)`: the model as transformers made it, eager attention, never touched by ragblend. Shared."""
+    made: dict[str, Any] = {}
+
+    def build(family: str) -> Any:
+        if family not in made:
+            config_class, model_class, changes = FAMILIES[family]
+            made[family] = make_model(config_class, model_class, **changes)
+            made[family].set_attn_implementation("eager")
+        return made[family]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_model(stock_model: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`tiny_model(family)`: a copy of its own, to be wrapped or broken."""
+    return lambda family: copy.deepcopy(stock_model(family))
+
+
+@pytest.fixture(scope="session")
+def tiny_layers(tiny_model: Callable[[str], Any]) -> Callable[[str], TransformersLayers]:
+    """`tiny_layers(family)`: TransformersLayers over a copy. Shared: they keep no state between calls."""
+    made: dict[str, TransformersLayers] = {}
+
+    def build(family: str) -> TransformersLayers:
+        if family not in made:
+            made[family] = TransformersLayers(tiny_model(family))
+        return made[family]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """`make_tokenizer(chat_template=None, specials=(), added=())`: byte-level BPE with merges, at most 300 ids.
+
+    `specials` are more control tokens, `added` ordinary added tokens. BOS comes first when special tokens are added.
+    """
+    text = "the theory of the other chunk and the question: what is that? answer the question with the chunk. "
+
+    def build(
+        chat_template: str | None = None, specials: tuple[str, ...] = (), added: tuple[str, ...] = ()
+    ) -> PreTrainedTokenizerFast:
+        control = ["<pad>", "<s>", "</s>", "<doc>", "<q>", "<a>", *specials]
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCABULARY - len(added),
+            special_tokens=control,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([text] * 4, trainer)
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<pad>",
+            bos_token="<s>",
+            eos_token="</s>",
+            additional_special_tokens=["<doc>", "<q>", "<a>", *specials],
+            clean_up_tokenization_spaces=False,
+        )
+        fast.add_tokens(list(added))
+        fast.chat_template = chat_template
+        assert len(fast) <= VOCABULARY
+        return fast
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer without a chat template. Shared."""
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def segmenter(tokenizer: PreTrainedTokenizerFast) -> Segmenter:
+    """The tiny tokenizer's segmenter, in the plain format."""
+    return Segmenter(tokenizer, prompt_format(tokenizer))
+
+
+@pytest.fixture
+def tiny_engine(
+    tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter
+) -> Iterator[Callable[..., TransformersEngine]]:
+    """`tiny_engine(family="llama", store=None, **options)`: an engine; a fresh MemoryStore unless one is given."""
+    made: list[TransformersEngine] = []
+
+    def build(family: str = "llama", store: Any = None, **options: Any) -> TransformersEngine:
+        store = MemoryStore(1 << 28) if store is None else store
+        options = {"name": f"tiny {family}", "fingerprint": f"tiny-{family}", "check": False, **options}
+        options.setdefault("on_miss", "inline")
+        own_segmenter = options.pop("segmenter", segmenter)
+        made.append(TransformersEngine(tiny_layers(family), own_segmenter, store, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()

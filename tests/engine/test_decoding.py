@@ -1,0 +1,141 @@
+"""Stop strings end an answer wherever the pieces are cut; sampling follows the distribution it is given."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ragblend.engine.decoding import Sampler, Sampling, StopScanner
+from ragblend.errors import UsageError
+
+texts = st.text(alphabet="abc", max_size=30)
+stops = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
+
+
+def scan(pieces: list[str], stop: list[str]) -> tuple[str, bool]:
+    scanner = StopScanner(stop)
+    shown = [scanner.push(piece) for piece in pieces]
+    return "".join([*shown, scanner.flush()]), scanner.stopped
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+@given(text=texts, stop=stops, places=st.lists(st.integers(0, 30), max_size=8))
+@example(text="abc", stop=["abc", "b"], places=[])
+def test_where_the_pieces_are_cut_does_not_matter(text, stop, places):
+    assert scan(cut(text, places), stop) == scan([text], stop) == scan(list(text), stop)
+
+
+@given(text=texts, stop=st.text(alphabet="abc", min_size=1, max_size=4), places=st.lists(st.integers(0, 30)))
+def test_the_answer_is_the_text_before_the_stop_string(text, stop, places):
+    before, found, _ = text.partition(stop)
+    assert scan(cut(text, places), [stop]) == (before, bool(found))
+
+
+@given(text=texts, stop=stops)
+def test_no_stop_string_is_ever_shown(text, stop):
+    shown, stopped = scan(list(text), stop)
+    assert not any(needle in shown for needle in stop)
+    assert text.startswith(shown)
+    assert stopped == any(needle in text for needle in stop)
+
+
+@given(text=texts, stop=stops)
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text, stop):
+    scanner, shown = StopScanner(stop), ""
+    for letter in text:
+        shown += scanner.push(letter)
+        if scanner.stopped:
+            break
+        pushed = text[: len(shown)] + scanner._held
+        assert text.startswith(pushed)
+        assert not scanner._held or any(needle.startswith(scanner._held) for needle in stop)
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_answer():
+    assert scan(["xabc"], ["abc", "b"]) == ("xa", True)
+    assert scan(["xabc"], ["abc", "bc"]) == ("x", True)
+
+
+def test_after_a_stop_everything_is_swallowed():
+    scanner = StopScanner(["."])
+    assert scanner.push("one. two") == "one"
+    assert scanner.push("three. four") == ""
+    assert scanner.flush() == ""
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(UsageError, match="stop string is empty"):
+        StopScanner(["a", ""])
+
+
+LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
+
+
+def shares(sampling: Sampling, draws: int = 3000) -> torch.Tensor:
+    sampler = Sampler(sampling)
+    return torch.bincount(torch.tensor([sampler.choose(LOGITS) for _ in range(draws)]), minlength=4) / draws
+
+
+def test_temperature_zero_takes_the_highest():
+    assert shares(Sampling(0.0), draws=20).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_sampling_follows_the_softmax_at_its_temperature(temperature):
+    expected = (LOGITS / temperature).softmax(0)
+    torch.testing.assert_close(shares(Sampling(temperature, seed=1)), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.01, [1]), (0.6, [1]), (0.8, [1, 2]), (0.95, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_smallest_set_with_that_mass(top_p, kept):
+    # softmax of LOGITS is 0.0871, 0.6439, 0.2369, 0.0321
+    expected = torch.zeros(4)
+    expected[kept] = LOGITS.softmax(0)[kept] / LOGITS.softmax(0)[kept].sum()
+    found = shares(Sampling(1.0, top_p, seed=2))
+    assert found.nonzero().flatten().tolist() == kept
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+def test_a_seed_repeats_and_two_samplers_do_not_disturb_each_other():
+    def draw(seed: int | None) -> list[int]:
+        sampler, other = Sampler(Sampling(1.0, seed=seed)), Sampler(Sampling(1.0, seed=9))
+        tokens = []
+        for _ in range(40):
+            tokens.append(sampler.choose(LOGITS))
+            other.choose(LOGITS)
+        return tokens
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+    assert draw(None) != draw(None)
+
+
+def test_sampling_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    shares(Sampling(1.0, seed=3), draws=5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+    ],
+)
+def test_bad_sampling_values_are_named(options, message):
+    with pytest.raises(UsageError, match=message):
+        Sampling(**options)

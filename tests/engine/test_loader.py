@@ -1,0 +1,190 @@
+"""The loader places what the store holds, a bounded number of layers ahead, and leaves no thread behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.fusor import FusedKV, Placement
+from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.loader import LayerLoader
+from ragblend.errors import DamagedEntryError
+
+LAYERS, TOKENS, HEADS, DIM = 6, 5, 2, 4
+KEYS = ("0" * 32, "1" * 32)
+
+
+def make_kv(key: str = KEYS[0], seed: int = 0) -> MemoryKV:
+    generator = torch.Generator().manual_seed(seed)
+    header = KVHeader(key, "model", (), tuple(range(TOKENS)), LAYERS, "float32")
+    layers = tuple(
+        LayerKV(*(torch.randn(HEADS, TOKENS, DIM, generator=generator) for _ in range(2))) for _ in range(LAYERS)
+    )
+    return MemoryKV(header, layers)
+
+
+class SlowKV:
+    """A ChunkKV that is not in memory: notes what is read, and fails at one layer if told to."""
+
+    def __init__(self, kv: MemoryKV, fail_at: int | None = None, delay_s: float = 0.0) -> None:
+        self.header, self.nbytes = kv.header, kv.nbytes
+        self.reads: list[tuple[int, str]] = []
+        self._kv, self._fail_at, self._delay_s = kv, fail_at, delay_s
+
+    def layer(self, index: int) -> LayerKV:
+        time.sleep(self._delay_s)
+        self.reads.append((index, threading.current_thread().name))
+        if index == self._fail_at:
+            raise DamagedEntryError(self.header.key, "flipped")
+        return self._kv.layer(index)
+
+    def read_layers(self) -> list[int]:
+        return [index for index, _ in self.reads]
+
+
+def place(layer: int, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Stands for the rotation: makes the result depend on layer and rows."""
+    return keys + 10 * layer + 0.01 * rows[None, :, None]
+
+
+def destination() -> FusedKV:
+    fused = FusedKV.allocate([(HEADS, DIM, DIM)] * LAYERS, 20, torch.empty(0))
+    for layer in range(LAYERS):
+        fused.keys(layer).fill_(torch.nan)
+        fused.values(layer).fill_(torch.nan)
+    return fused
+
+
+def loader(placements: list[Placement], fused: FusedKV, **options: int) -> LayerLoader:
+    return LayerLoader(placements, LAYERS, place, fused, torch.device("cpu"), **options)
+
+
+def load_all(placements: list[Placement]) -> tuple[FusedKV, LayerLoader]:
+    fused = destination()
+    with loader(placements, fused) as layers:
+        for layer in range(LAYERS):
+            layers.wait(layer)
+    return fused, layers
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragblend-loader"]
+
+
+def eventually(claim: object) -> bool:
+    """Whether `claim()` becomes true within two seconds."""
+    for _ in range(200):
+        if claim():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_each_layer_is_placed_where_its_chunk_stands():
+    kv = make_kv()
+    fused, _ = load_all([Placement(kv, 7, exact=False)])
+    rows = torch.arange(7, 7 + TOKENS)
+    for layer in range(LAYERS):
+        assert torch.equal(fused.keys(layer)[:, rows], place(layer, kv.layer(layer).keys, rows))
+        assert torch.equal(fused.values(layer)[:, rows], kv.layer(layer).values)
+        assert fused.keys(layer)[:, :7].isnan().all()
+        assert fused.keys(layer)[:, 12:].isnan().all()
+
+
+def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
+    store = DiskStore(tmp_path, fsync=False)
+    kvs = [make_kv(key, seed) for seed, key in enumerate(KEYS)]
+    for kv in kvs:
+        store.put(kv)
+    inline, _ = load_all([Placement(kvs[0], 2, exact=True), Placement(kvs[1], 9, exact=False)])
+    stored = [Placement(store.get(KEYS[0]), 2, exact=True), Placement(store.get(KEYS[1]), 9, exact=False)]
+    threaded, layers = load_all(stored)
+    assert [event.layer for event in layers.events] == list(range(LAYERS))
+    for layer in range(LAYERS):
+        torch.testing.assert_close(threaded.keys(layer), inline.keys(layer), atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(threaded.values(layer), inline.values(layer), atol=0, rtol=0, equal_nan=True)
+
+
+def test_kv_in_memory_is_placed_without_a_thread():
+    with loader([Placement(make_kv(), 0, exact=False)], destination()) as layers:
+        assert loader_threads() == []
+        layers.wait(0)
+
+
+def test_one_slow_chunk_is_enough_to_read_in_the_background():
+    slow = SlowKV(make_kv())
+    load_all([Placement(make_kv(KEYS[1]), 6, exact=False), Placement(slow, 0, exact=False)])
+    assert slow.read_layers() == list(range(LAYERS))
+    assert {name for _, name in slow.reads} == {"ragblend-loader"}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_depth_bounds_how_far_the_reader_is_ahead(depth):
+    slow = SlowKV(make_kv())
+    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth) as layers:
+        for waited in range(LAYERS):
+            expected = min(LAYERS, waited + depth)
+            assert eventually(lambda: len(slow.reads) == expected), "the reader does not run ahead"  # noqa: B023
+            time.sleep(0.02)
+            assert len(slow.reads) == expected, "the reader runs too far ahead"
+            layers.wait(waited)
+
+
+def test_a_layer_is_complete_when_wait_returns():
+    slow, fused = SlowKV(make_kv(), delay_s=0.01), destination()
+    with loader([Placement(slow, 3, exact=False)], fused) as layers:
+        for layer in range(LAYERS):
+            layers.wait(layer)
+            assert not fused.keys(layer)[:, 3:8].isnan().any()
+            assert not fused.values(layer)[:, 3:8].isnan().any()
+    assert layers.stall_s > 0.005
+    assert layers.load_s >= LAYERS * 0.01
+
+
+@pytest.mark.parametrize("fail_at", [0, 3, LAYERS - 1])
+def test_a_readers_error_surfaces_in_wait(fail_at):
+    slow = SlowKV(make_kv(), fail_at=fail_at)
+    with pytest.raises(DamagedEntryError) as caught:
+        load_all([Placement(slow, 0, exact=False)])
+    assert caught.value.key == KEYS[0]
+    assert loader_threads() == []
+
+
+def test_a_damaged_file_surfaces_in_wait(tmp_path: Path):
+    store = DiskStore(tmp_path, fsync=False)
+    store.put(make_kv())
+    stored = store.get(KEYS[0])
+    path = tmp_path / "00" / f"{KEYS[0]}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last layer's values
+    with path.open("r+b") as stream:
+        stream.write(data)
+    with pytest.raises(DamagedEntryError, match=KEYS[0]):
+        load_all([Placement(stored, 0, exact=False)])
+    with loader([Placement(SlowKV(make_kv(), fail_at=5), 0, exact=False)], destination(), depth=1) as layers:
+        layers.wait(0)  # intact layers are usable until the damage is met
+        layers.wait(1)
+
+
+def test_leaving_early_stops_the_reader():
+    slow = SlowKV(make_kv(), delay_s=0.005)
+    with loader([Placement(slow, 0, exact=False)], destination()) as layers:
+        layers.wait(0)
+    assert loader_threads() == []
+    assert len(slow.reads) < LAYERS
+
+
+def test_an_error_in_the_fusor_stops_the_reader_and_passes_through():
+    with pytest.raises(ZeroDivisionError), loader([Placement(SlowKV(make_kv()), 0, exact=False)], destination()):
+        raise ZeroDivisionError
+    assert loader_threads() == []
+
+
+def test_nothing_to_load_is_no_wait():
+    _, layers = load_all([])
+    assert layers.load_s < 0.1

@@ -1,0 +1,126 @@
+"""Settings: flags > environment > ragblend.toml > defaults, and a bad value is named where it was set."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from ragblend.config import Settings, load_settings
+from ragblend.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in fields(Settings):
+        monkeypatch.delenv(f"RAGBLEND_{field.name.upper()}", raising=False)
+
+
+def write(directory: Path, text: str) -> Path:
+    (directory / "ragblend.toml").write_text(text)
+    return directory
+
+
+def test_without_any_source_the_defaults_hold(tmp_path: Path):
+    assert load_settings(directory=tmp_path) == Settings()
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, 'k = 1\nchunk_size = 100\nmodel = "file"\n')
+    monkeypatch.setenv("RAGBLEND_K", "2")
+    monkeypatch.setenv("RAGBLEND_CHUNK_SIZE", "200")
+    settings = load_settings({"k": 3}, tmp_path)
+    assert (settings.k, settings.chunk_size, settings.model) == (3, 200, "file")
+    assert settings.max_tokens == Settings().max_tokens
+
+
+def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path: Path):
+    write(tmp_path, "k = 4\nneighbours = 2\ntrust_remote_code = true\nratio = 0.4\n")
+    settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "ratio": 0.0}, tmp_path)
+    assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.ratio) == (4, 0, False, 0.0)
+
+
+def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(write(tmp_path, "k = 9\n"))
+    assert load_settings().k == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", True), ("true", True), ("YES", True), ("0", False), ("False", False), ("no", False)]
+)
+def test_booleans_are_read_from_the_environment(text, expected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("RAGBLEND_TRUST_REMOTE_CODE", text)
+    assert load_settings(directory=tmp_path).trust_remote_code is expected
+
+
+def test_numbers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("RAGBLEND_RATIO", "0.25")
+    monkeypatch.setenv("RAGBLEND_MEMORY_GIB", "3")
+    settings = load_settings(directory=tmp_path)
+    assert settings.ratio == 0.25
+    assert settings.memory_gib == 3.0
+    assert isinstance(settings.memory_gib, float)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "maybe"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
+)
+def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(
+    variable, value, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(f"RAGBLEND_{variable}", value)
+    with pytest.raises(UsageError, match=rf"RAGBLEND_{variable} sets {variable.lower()} to '{value}'"):
+        load_settings(directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ['k = "six"', "k = 2.5", "k = true", "k = [1]", "ratio = {a = 1}", 'trust_remote_code = "maybe"']
+)
+def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path: Path):
+    with pytest.raises(UsageError, match=rf"ragblend\.toml sets {line.split()[0]} to"):
+        load_settings(directory=write(tmp_path, line))
+
+
+def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"ragblend\.toml sets chunksize, topk; known settings: .*chunk_size"):
+        load_settings(directory=write(tmp_path, "topk = 3\nchunksize = 5\nk = 2\n"))
+
+
+def test_a_broken_file_is_named(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"ragblend\.toml is not valid TOML"):
+        load_settings(directory=write(tmp_path, "k = \n"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ratio": 1.5}, "ratio is 1.5"),
+        ({"ratio": -0.1}, "ratio is -0.1"),
+        ({"ratio": float("nan")}, "ratio is nan"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"k": 0}, "k is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"neighbours": -1}, "neighbours is -1"),
+        ({"memory_gib": -0.5}, "memory_gib is -0.5"),
+        ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
+        ({"order": "random"}, "order is 'random'.*score, document"),
+        ({"dtype": "int8"}, "dtype is 'int8'.*bfloat16"),
+    ],
+)
+def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tmp_path: Path):
+    with pytest.raises(UsageError, match=message):
+        Settings(**values)
+    with pytest.raises(UsageError, match=message):
+        load_settings(values, tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"ratio": 0.0}, {"ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}])
+def test_the_ends_of_each_range_are_allowed(values):
+    assert all(getattr(Settings(**values), name) == value for name, value in values.items())
+
+
+def test_settings_do_not_change_after_birth():
+    with pytest.raises(FrozenInstanceError):
+        Settings().k = 3  # type: ignore[misc]
