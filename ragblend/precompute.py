@@ -20,11 +20,8 @@ from ragblend.engine.protocols import Engine
 from ragblend.engine.store import TieredStore, format_bytes
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import ChunkIndex, open_index
-from ragblend.registry import ChunkRegistry
+from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk
-
-REGISTRY_FILE = "chunks.sqlite"
-"""In the store's directory: the texts whose KV it holds, so that chunks can be found in a plain prompt."""
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
@@ -206,9 +203,8 @@ def open_engine_index(
 
 
 def open_registry(engine: Engine) -> ChunkRegistry:
-    """The registry of chunk texts beside the engine's disk store; in memory for an engine without one."""
-    disk = disk_store(engine)
-    return ChunkRegistry(disk.root / REGISTRY_FILE if disk is not None else None)
+    """The registry of chunk texts that belongs to the engine's store."""
+    return registry_of(engine.store)
 
 
 def disk_store(engine: Engine) -> DiskStore | None:

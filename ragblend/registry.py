@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreMismatchError
 
-REGISTRY_FILE = "chunks.sqlite"
+REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
 
 ANCHOR_CHARS = 24

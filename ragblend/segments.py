@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -358,6 +359,7 @@ class Segmenter:
 
     def __init__(self, tokenizer: Any, format: PromptFormat) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()
         self.format = format
         self._text_lead = getattr(format, "text_lead", "")
         special = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
@@ -419,7 +421,7 @@ class Segmenter:
         if not piece.text:
             return []
         if piece.trusted:
-            return list(self._tokenizer(piece.text, add_special_tokens=False).input_ids)
+            return self._encode(piece.text, split_special_tokens=False)
         ids = self._untrusted_ids(piece.text)
         forged = self._control_ids.intersection(ids)
         if forged:
@@ -434,8 +436,14 @@ class Segmenter:
         # A control token's text is cut after its first character: both halves are ordinary text to the tokenizer,
         # and decoding gives the same characters back.
         for part in _cut_inside(text, self._control_texts):
-            ids.extend(self._tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids)
+            ids.extend(self._encode(part, split_special_tokens=True))
         return ids
+
+    def _encode(self, text: str, *, split_special_tokens: bool) -> list[int]:
+        # A fast tokenizer keeps the last split_special_tokens as state: two threads would read each other's.
+        with self._lock:
+            encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+        return list(encoded.input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer's ids, control tokens and the format's leading space left out."""

@@ -15,6 +15,8 @@ from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.loader import LayerLoader
 from ragblend.errors import DamagedEntryError
 
+pytestmark = pytest.mark.timeout(60)  # a reader that does not stop would hang its join
+
 LAYERS, TOKENS, HEADS, DIM = 6, 5, 2, 4
 KEYS = ("0" * 32, "1" * 32)
 

@@ -26,6 +26,8 @@ from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, StoreFullError, UsageError
 from ragblend.segments import Chunk, SegmentedPrompt, Segmenter, prompt_format
 
+pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
+
 CHUNKS = (
     Chunk("the theory of the other chunk is in the answer", source="one.txt"),
     Chunk("question the chunk with that theory", source="two.txt"),

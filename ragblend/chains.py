@@ -1,0 +1,269 @@
+"""LangChain retrieval over a ragblend index, and chains that keep chunk boundaries from the retriever to the engine.
+
+`create_blend_chain` takes any LangChain retriever: a chunk's KV is found by its text, not by where it was retrieved.
+Knows langchain-core, the index and `ragblend.llm`. Knows nothing about vector stores (see `ragblend.vectorstores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ragblend.errors import UsageError
+from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.llm import BlendLLM, ChatBlend
+
+try:
+    from langchain_core.callbacks import CallbackManagerForRetrieverRun
+    from langchain_core.documents import Document
+    from langchain_core.messages import (
+        BaseMessage,
+        HumanMessage,
+        SystemMessage,
+        ToolMessage,
+        convert_to_messages,
+    )
+    from langchain_core.output_parsers import StrOutputParser
+    from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.runnables import (
+        AddableDict,
+        Runnable,
+        RunnableBranch,
+        RunnableGenerator,
+        RunnableLambda,
+        RunnablePassthrough,
+    )
+    from langchain_core.runnables.base import RunnableBindingBase
+    from langchain_core.tools import BaseTool, create_retriever_tool
+except ImportError as error:
+    raise ImportError("ragblend.chains needs LangChain: pip install 'ragblend[langchain]'") from error
+
+if TYPE_CHECKING:
+    from langchain.agents.middleware import AgentMiddleware, ModelRequest
+
+RetrieverLike = Runnable[str, list[Document]] | Callable[[str], list[Document]]
+"""A LangChain retriever, or anything else that turns a question into documents."""
+
+REPHRASE_PROMPT = ChatPromptTemplate.from_messages(
+    [
+        (
+            "system",
+            "Given a chat history and the latest user question which might refer to it, write a standalone question "
+            "that can be understood without the history. Do not answer it; return it as it is if nothing is missing.",
+        ),
+        MessagesPlaceholder("chat_history"),
+        ("human", "{input}"),
+    ]
+)
+"""How `create_history_aware_blend_chain` asks for a question that stands alone."""
+
+
+class BlendRetriever(BaseRetriever):
+    """The chunks of a ragblend index as LangChain documents, best first.
+
+    `index` is an open ChunkIndex or its folder. `k`, `neighbours` and `order` are those of `ChunkIndex.search`, and may
+    be given per call: `retriever.invoke(question, k=3)`.
+    """
+
+    index: Any
+    k: int = 5
+    neighbours: int = 0
+    order: Literal["score", "document"] = "score"
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the index when a folder was given."""
+        super().model_post_init(context)
+        if isinstance(self.index, str | Path):
+            self.index = open_index(self.index)
+        if not isinstance(self.index, ChunkIndex):
+            raise UsageError(f"index is a {type(self.index).__name__}; pass an open index or the path of its folder")
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+        k: int | None = None,
+        neighbours: int | None = None,
+        order: Literal["score", "document"] | None = None,
+    ) -> list[Document]:
+        hits = self.index.search(
+            query,
+            self.k if k is None else k,
+            neighbours=self.neighbours if neighbours is None else neighbours,
+            order=order or self.order,
+        )
+        return [_document(hit) for hit in hits]
+
+
+def _document(hit: SearchHit) -> Document:
+    chunk = hit.chunk
+    place = {"source": chunk.source, "start": chunk.start, "end": chunk.end, "chunk_id": chunk.id}
+    return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata, "score": hit.score, "rank": hit.rank})
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+
+def create_blend_chain(
+    retriever: RetrieverLike, llm: Runnable[Any, Any], *, system: str | None = None
+) -> Runnable[Any, dict[str, Any]]:
+    """Question -> documents -> answer, with every document handed to the engine as a chunk of its own.
+
+    Invoke it with a question or `{"input": question}`. The result holds `input`, `context` (the documents), `sources`
+    (their distinct sources), `answer` and `report` (what was reused). Streaming yields the documents first, then the
+    answer piece by piece, then the report. `llm` is a ChatBlend or BlendLLM; any other chat model gets the same
+    documents as plain text and no report.
+    """
+    chat = _chat(llm)
+    chain = (
+        RunnableLambda(_as_input)
+        | RunnablePassthrough.assign(context=RunnableLambda(_question) | _runnable(retriever))
+        | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_ours(chat))) | chat)
+        | RunnableGenerator(_results, _aresults)
+    )
+    return chain.with_config(run_name="blend_chain")
+
+
+def create_history_aware_blend_chain(
+    retriever: RetrieverLike,
+    llm: Runnable[Any, Any],
+    *,
+    system: str | None = None,
+    rephrase: Runnable[dict[str, Any], str] | Callable[[dict[str, Any]], str] | None = None,
+) -> Runnable[Any, dict[str, Any]]:
+    """`create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
+
+    With a history, `rephrase` turns both into the question to search for, which the result has as `search_query`; by
+    default the llm does it with REPHRASE_PROMPT. A model too small to rephrase wants `rephrase=lambda x: x["input"]`.
+    """
+    chat = _chat(llm)
+    # A question on its own holds no chunk, so strictness would refuse it.
+    alone = chat.bind(strict=False) if _is_ours(chat) else chat
+    rewrite = _runnable(rephrase) if rephrase is not None else REPHRASE_PROMPT | alone | StrOutputParser()
+    query = RunnableBranch((lambda given: not given.get("chat_history"), RunnableLambda(_question)), rewrite)
+    chain = (
+        RunnableLambda(_as_input)
+        | RunnablePassthrough.assign(search_query=query)
+        | RunnablePassthrough.assign(context=RunnableLambda(_search_query) | _runnable(retriever))
+        | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_ours(chat))) | chat)
+        | RunnableGenerator(_results, _aresults)
+    )
+    return chain.with_config(run_name="history_aware_blend_chain")
+
+
+def _chat(llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
+    return llm.as_chat() if isinstance(llm, BlendLLM) else llm
+
+
+def _is_ours(llm: Runnable[Any, Any]) -> bool:
+    while isinstance(llm, RunnableBindingBase):
+        llm = llm.bound
+    return isinstance(llm, ChatBlend)
+
+
+def _runnable(step: Any) -> Runnable[Any, Any]:
+    return step if isinstance(step, Runnable) else RunnableLambda(step)
+
+
+def _as_input(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str):
+        given = {"input": given}
+    if not isinstance(given.get("input"), str) or not given["input"].strip():
+        raise UsageError('the chain needs a question: invoke it with a string or {"input": question}')
+    return dict(given)
+
+
+def _question(given: Mapping[str, Any]) -> str:
+    return str(given["input"])
+
+
+def _search_query(given: Mapping[str, Any]) -> str:
+    return str(given["search_query"])
+
+
+def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> list[BaseMessage]:
+    """History, then one user message: the documents and the question."""
+    documents, question = given["context"], _question(given)
+    history = convert_to_messages(given.get("chat_history") or [])
+    if as_chunks:
+        blocks: list[str | dict[Any, Any]] = [_block(document) for document in documents]
+        user = HumanMessage(content=[*blocks, {"type": "text", "text": question}])
+    else:
+        user = HumanMessage(content="\n\n".join([*(document.page_content for document in documents), question]))
+    return [*([SystemMessage(system)] if system else []), *history, user]
+
+
+def _block(document: Document) -> dict[str, Any]:
+    extras = {"chunk_id": document.id or "", "source": str(document.metadata.get("source", ""))}
+    return {"type": "text", "text": document.page_content, "extras": extras}
+
+
+def _results(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for chunk in chunks:
+        yield from _result(chunk)
+
+
+async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async for chunk in chunks:
+        for result in _result(chunk):
+            yield result
+
+
+def _result(chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the user sees of one step's output: the message becomes answer and report."""
+    plain = {name: value for name, value in chunk.items() if name != "message"}
+    if "context" in plain:
+        sources = (str(document.metadata.get("source", "")) for document in plain["context"])
+        plain["sources"] = [source for source in dict.fromkeys(sources) if source]
+    if plain:
+        yield AddableDict(plain)
+    message = chunk.get("message")
+    if message is not None:
+        yield AddableDict(answer=message if isinstance(message, str) else message.text)
+        report = getattr(message, "response_metadata", {}).get("ragblend")
+        if report is not None:
+            yield AddableDict(report=report)
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+def blend_tool(
+    retriever: BaseRetriever,
+    name: str = "search_documents",
+    description: str = "Search the documents. Returns the passages that may answer the question.",
+) -> BaseTool:
+    """A retriever as a tool for `create_agent`. Its documents travel as the ToolMessage's artifact, so that ChatBlend,
+    answering from them, knows their boundaries. See `answer_with` for the model that cannot call tools itself."""
+    return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")
+
+
+def answer_with(llm: ChatBlend | BlendLLM, tool: str | None = None) -> AgentMiddleware[Any, Any]:
+    """Middleware for `create_agent`: the agent's own model calls the tools, `llm` answers from what they returned.
+
+    `llm` takes over when the last message came from `tool` (None: any tool).
+    """
+    try:
+        from langchain.agents.middleware import AgentMiddleware
+    except ImportError as error:
+        raise ImportError("answer_with needs LangChain's agents: pip install langchain") from error
+    chat = llm.as_chat() if isinstance(llm, BlendLLM) else llm
+
+    def redirected(request: ModelRequest[Any]) -> ModelRequest[Any]:
+        last = request.messages[-1] if request.messages else None
+        if not isinstance(last, ToolMessage) or (tool is not None and last.name != tool):
+            return request
+        return request.override(model=chat, tools=[], tool_choice=None)
+
+    class AnswerWith(AgentMiddleware[Any, Any]):
+        def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[..., Any]) -> Any:
+            return handler(redirected(request))
+
+        async def awrap_model_call(self, request: ModelRequest[Any], handler: Callable[..., Any]) -> Any:
+            return await handler(redirected(request))
+
+    return AnswerWith()

@@ -1,0 +1,359 @@
+"""LangChain models over one ragblend engine: swap the model object, keep the chain.
+
+`ChatBlend` is the chat model, `BlendLLM` the string model that still keeps the roles of chat prompts. Chunks are
+recognised in whatever the chain sends (see `ragblend.recovery`), so nothing else has to change; the report of what was
+reused is in `response_metadata["ragblend"]`.
+
+Knows langchain-core and the adapter. Knows nothing about retrieval or chains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+from pydantic import ConfigDict
+
+from ragblend.adapter import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
+from ragblend.engine.report import Generation
+from ragblend.errors import UsageError
+from ragblend.segments import Chunk
+
+try:
+    from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
+    from langchain_core.documents import Document
+    from langchain_core.language_models import BaseChatModel, BaseLLM, LangSmithParams, LanguageModelInput
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
+    from langchain_core.messages.ai import UsageMetadata
+    from langchain_core.outputs import (
+        ChatGeneration,
+        ChatGenerationChunk,
+        ChatResult,
+        GenerationChunk,
+        LLMResult,
+    )
+    from langchain_core.outputs import Generation as TextGeneration
+    from langchain_core.prompt_values import ChatPromptValue, PromptValue
+except ImportError as error:
+    raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
+
+_CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "ai": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+class ChatBlend(BlendModel, BaseChatModel):
+    """A LangChain chat model that answers from fused chunk KV.
+
+    `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
+    recompute_ratio, max_tokens, temperature, stop, separator, strict and `segments=[...]` (strings, Chunks or Documents
+    that are in the messages word for word). Chunks are also taken from content blocks
+    `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents in a ToolMessage's artifact.
+    Tools and structured output raise NotImplementedError: the engine in this process only writes text.
+    """
+
+    model_config = _CONFIG
+
+    streaming: bool = False  # True: `invoke` streams inside, so that token callbacks fire
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragblend-chat"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return self._settings()
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of `text` by the engine's own tokenizer."""
+        return list(self.engine.segmenter.text_ids(text))
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not on this engine: it writes text only."""
+        raise NotImplementedError(no_tools_message(self, "bind_tools"))
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Not on this engine: it writes text only."""
+        raise NotImplementedError(no_tools_message(self, "with_structured_output"))
+
+    def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
+        if not messages:
+            raise UsageError("no messages given; pass at least one message with text")
+        return self._prepare([_turn(message) for message in messages], stop=stop, **call)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return _chat_result(self, self._answer(self._request(messages, stop, **kwargs)))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        def answer(cancelled: threading.Event) -> Generation:
+            return self._answer(self._request(messages, stop, **kwargs), cancelled)
+
+        return _chat_result(self, await run_in_thread(answer))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Generator[ChatGenerationChunk]:
+        request = self._request(messages, stop, **kwargs)
+        stream = self._open(request)
+        for piece in self._pieces(stream, request):
+            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+            if run_manager is not None:
+                run_manager.on_llm_new_token(piece, chunk=chunk)
+            yield chunk
+        yield ChatGenerationChunk(
+            message=AIMessageChunk(
+                content="",
+                usage_metadata=_usage(stream.result),
+                response_metadata=_facts(self, stream.result),
+                chunk_position="last",
+            )
+        )
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async for chunk in iterate_in_thread(self._stream(messages, stop, **kwargs)):
+            if run_manager is not None and chunk.text:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+
+class BlendLLM(BlendModel, BaseLLM):
+    """A LangChain string model that answers from fused chunk KV. Takes what `ChatBlend` takes.
+
+    A string prompt becomes one user turn in the model's own layout: the text before the chunks, the chunks, the rest
+    as the question. `raw=True` sends it as it is, without any template. Chat prompts keep their roles. LangChain's
+    answer cache does not look at what a call to a string model sets; give settings that differ to the constructor.
+    """
+
+    model_config = _CONFIG
+
+    raw: bool = False
+    streaming: bool = False  # accepted for compatibility; use `stream`
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragblend"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return {**self._settings(), "raw": self.raw}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of `text` by the engine's own tokenizer."""
+        return list(self.engine.segmenter.text_ids(text))
+
+    def as_chat(self) -> ChatBlend:
+        """The chat model over the same engine, with the same settings."""
+        shared = {*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose"}
+        return ChatBlend(**{name: getattr(self, name) for name in shared})
+
+    # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
+
+    def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
+        return _keep_roles(super()._convert_input(model_input))
+
+    def generate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer each prompt; chat prompts keep their roles."""
+        kept = [_keep_roles(prompt) for prompt in prompts]
+        return super().generate_prompt(kept, stop=stop, callbacks=callbacks, **kwargs)
+
+    async def agenerate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer each prompt; chat prompts keep their roles."""
+        kept = [_keep_roles(prompt) for prompt in prompts]
+        return await super().agenerate_prompt(kept, stop=stop, callbacks=callbacks, **kwargs)
+
+    def _request(self, prompt: str, stop: list[str] | None, **call: Any) -> Request:
+        if isinstance(prompt, _PromptWithRoles):
+            return self._prepare([_turn(message) for message in prompt.messages], stop=stop, **call)
+        return self._prepare(prompt, raw=self.raw, stop=stop, **call)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return _llm_result(self, [self._answer(self._request(prompt, stop, **kwargs)) for prompt in prompts])
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        def answer(prompt: str) -> Callable[[threading.Event], Generation]:
+            return lambda cancelled: self._answer(self._request(prompt, stop, **kwargs), cancelled)
+
+        return _llm_result(self, [await run_in_thread(answer(prompt)) for prompt in prompts])
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Generator[GenerationChunk]:
+        request = self._request(prompt, stop, **kwargs)
+        stream = self._open(request)
+        for piece in self._pieces(stream, request):
+            chunk = GenerationChunk(text=piece)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(piece, chunk=chunk)
+            yield chunk
+        yield GenerationChunk(text="", generation_info=_facts(self, stream.result))
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        async for chunk in iterate_in_thread(self._stream(prompt, stop, **kwargs)):
+            if run_manager is not None and chunk.text:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+
+class _PromptWithRoles(str):
+    """A chat prompt as the string BaseLLM insists on, with the messages it was made from."""
+
+    messages: Sequence[BaseMessage]
+
+    @classmethod
+    def of(cls, messages: Sequence[BaseMessage]) -> Self:
+        # Callbacks show this text and answer caches compare it, so it names the roles.
+        prompt = cls("\n".join(f"{message.type}: {message.text}" for message in messages))
+        prompt.messages = messages
+        return prompt
+
+
+class _RolesPromptValue(ChatPromptValue):
+    """A chat prompt whose string still knows its messages."""
+
+    def to_string(self) -> str:
+        """The messages as a string that carries them along."""
+        return _PromptWithRoles.of(self.messages)
+
+
+def _keep_roles(prompt: PromptValue) -> PromptValue:
+    if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):
+        if not prompt.messages:
+            raise UsageError("no messages given; pass at least one message with text")
+        return _RolesPromptValue(messages=prompt.messages)
+    return prompt
+
+
+def _turn(message: BaseMessage) -> Turn:
+    """A message as a turn; raises UsageError for roles and content that no engine reads."""
+    name = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+    role = _ROLES.get(name)
+    if role is None:
+        raise UsageError(f"a message has role {name!r}; use system, user, assistant or tool")
+    content = message.content if isinstance(message.content, str) else list(message.content)
+    if role == "assistant" and not isinstance(content, str):
+        # What a model wrote besides text (tool calls, reasoning) is its own business, not part of the conversation.
+        content = message.text
+    artifact = getattr(message, "artifact", None)
+    documents = artifact if isinstance(artifact, list | tuple) else [artifact]
+    chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
+    return Turn(role, content, chunks)
+
+
+def _document_chunk(document: Document | Chunk) -> Chunk:
+    if isinstance(document, Chunk):
+        return document
+    return Chunk(document.page_content.strip(), str(document.metadata.get("source", "")), metadata=document.metadata)
+
+
+def _ls_params(model: BlendModel, params: LangSmithParams, stop: list[str] | None) -> LangSmithParams:
+    """LangChain's own reading of our fields, with what it cannot know."""
+    params["ls_provider"] = "ragblend"
+    if stop or model.stop:
+        params["ls_stop"] = stop or list(model.stop or ())
+    return params
+
+
+def _usage(result: Generation) -> UsageMetadata:
+    report = result.report
+    return UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=report.completion_tokens,
+        total_tokens=report.prompt_tokens + report.completion_tokens,
+        input_token_details={"cache_read": report.num_reused_tokens},
+    )
+
+
+def _facts(model: BlendModel, result: Generation) -> dict[str, Any]:
+    """What goes into `response_metadata`; the report is under "ragblend"."""
+    return {
+        "model_name": model.model,
+        "model_provider": "ragblend",
+        "finish_reason": result.finish_reason,
+        "ragblend": result.report.as_dict(),
+    }
+
+
+def _chat_result(model: BlendModel, result: Generation) -> ChatResult:
+    message = AIMessage(content=result.text, usage_metadata=_usage(result), response_metadata=_facts(model, result))
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _llm_result(model: BlendModel, results: Sequence[Generation]) -> LLMResult:
+    usages = [_usage(result) for result in results]
+    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
+    token_usage = {theirs: sum(usage[ours] for usage in usages) for ours, theirs in names.items()}  # type: ignore[literal-required]
+    return LLMResult(
+        generations=[[TextGeneration(text=result.text, generation_info=_facts(model, result))] for result in results],
+        llm_output={"model_name": model.model, "token_usage": token_usage},
+    )

@@ -1,0 +1,94 @@
+"""Fixtures for the framework tests: a tiny random chat model on disk, its engine over a disk store, six passages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+from ragblend.adapter import BlendModel, Request, Turn, share_engine
+from ragblend.engine.protocols import Engine, Stream
+from ragblend.engine.report import Generation
+from ragblend.precompute import precompute_documents
+
+CHAT_TEMPLATE = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
+
+
+@pytest.fixture(scope="session")
+def passages() -> list[str]:
+    """What gets ingested. The second has a blank line inside, the third the look of a template."""
+    return [
+        "The lighthouse on Gull Rock was built in 1872. Its lamp is turned by clockwork.",
+        "Maren keeps the logbook.\n\nEvery storm since 1901 is in it, with the height of the waves.",
+        "Question: who repairs the lamp?\nAnswer: Tomas Veld, the keeper's brother, repairs it each spring.",
+        "The supply boat comes on Thursdays, unless the wind is above force seven.",
+        "Visitors may climb the tower in July. The stairs count 214 steps of iron.",
+        "Radio weather is read at six in the morning and at six in the evening.",
+    ]
+
+
+@pytest.fixture(scope="session")
+def chat_model_path(
+    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
+) -> Path:
+    """A random 3-layer chat model of 8192 tokens that answers at length and differently to every prompt."""
+    path = tmp_path_factory.mktemp("model") / "tiny-chat"
+    sizes = {"max_position_embeddings": 8192, "num_hidden_layers": 3}
+    make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
+    make_tokenizer(CHAT_TEMPLATE, specials=("<|im|>", "<|end|>")).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the session's KV store."""
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="session")
+def chat_engine(chat_model_path: Path, store_path: Path, passages: list[str]) -> Iterator[Engine]:
+    """The tiny chat model's engine, with the KV of all passages precomputed. Shared with every model of that store."""
+    engine = share_engine(str(chat_model_path), store_path, on_miss="inline", **SHARED)
+    precompute_documents(passages, engine)
+    yield engine
+    engine.close()
+
+
+SHARED = {"backend": "transformers", "dtype": "auto", "device": "auto", "system": None, "namespace": ""}
+
+
+class Call(NamedTuple):
+    """One call of an LLM: what the framework sent, the prompt made of it, and the answer."""
+
+    turns: list[Turn]
+    request: Request
+    stream: Stream
+
+    @property
+    def result(self) -> Generation:
+        return self.stream.result
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Every call of a ragblend LLM in this test, in order."""
+    made: list[Call] = []
+    sent: dict[int, list[Turn]] = {}
+    prepare, start = BlendModel._prepare, BlendModel._open
+
+    def recording_prepare(self: BlendModel, content: Any, **call: Any) -> Request:
+        request = prepare(self, content, **call)
+        sent[id(request.prompt)] = [Turn("user", content)] if isinstance(content, str) else list(content)
+        return request
+
+    def recording_open(self: BlendModel, request: Request) -> Stream:
+        stream = start(self, request)
+        made.append(Call(sent[id(request.prompt)], request, stream))
+        return stream
+
+    monkeypatch.setattr(BlendModel, "_prepare", recording_prepare)
+    monkeypatch.setattr(BlendModel, "_open", recording_open)
+    return made

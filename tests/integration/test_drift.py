@@ -1,0 +1,339 @@
+"""Swap the LLM, keep the chain: how many of the chunks that a framework was given does the engine recognise and reuse?
+
+Every chain of LangChain and every response mode of LlamaIndex runs with nothing but the LLM replaced. Each call is
+compared with the plain engine on the same prompt, cut by an independent regex, and at ratio 1.0 with full prefill. The
+table is printed and written to data/results/drift.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Call
+from langchain.agents import create_agent
+from langchain_classic.chains import RetrievalQA, create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.chains.question_answering import load_qa_chain
+from langchain_core.callbacks import CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
+from llama_index.core import MockEmbedding, VectorStoreIndex
+from llama_index.core.chat_engine.types import ChatMode
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.schema import TextNode
+
+from ragblend import SegmentedPrompt
+from ragblend.adapter import BlendModel, Turn
+from ragblend.chains import (
+    answer_with,
+    blend_tool,
+    create_blend_chain,
+    create_history_aware_blend_chain,
+)
+from ragblend.engine.protocols import Engine
+from ragblend.llamaindex import BlendLLM as LlamaBlend
+from ragblend.llamaindex import BlendSynthesizer
+from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.segments import Chunk, Part
+
+QUESTION = "Who repairs the lamp of the lighthouse?"
+RESULTS = Path(__file__).parents[2] / "data" / "results" / "drift.json"
+K = 3
+
+
+@dataclass
+class Row:
+    """One line of the drift table: over all LLM calls of one run, chunks given, recognised and reused."""
+
+    framework: str
+    chain: str
+    llm: str
+    calls: int
+    given: int
+    recognised: int
+    reused: int
+    reason: str = ""
+
+
+class FixedRetriever(BaseRetriever):
+    """Always the same documents: the chain is under test, not retrieval."""
+
+    texts: list[str]
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        return [Document(text, id=str(n), metadata={"source": f"{n}.txt"}) for n, text in enumerate(self.texts)]
+
+
+class ToolCaller(BaseChatModel):
+    """Stands in for a model that can call tools: always searches."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "tool-caller"
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> ToolCaller:
+        return self
+
+    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
+        call = {"name": "search_documents", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
+        return ChatResult(generations=[ChatGeneration(message=AIMessage("", tool_calls=[call]))])
+
+
+# --- LangChain --------------------------------------------------------------------------------------------------------
+
+CHAT = ChatPromptTemplate.from_messages([("system", "Use the context.\n\n{context}"), ("human", "{input}")])
+
+
+def stuff(llm: Any, retriever: FixedRetriever) -> str:
+    return str(create_stuff_documents_chain(llm, CHAT).invoke({"context": retriever.invoke(""), "input": QUESTION}))
+
+
+def retrieval(llm: Any, retriever: FixedRetriever) -> str:
+    return str(
+        create_retrieval_chain(retriever, create_stuff_documents_chain(llm, CHAT)).invoke({"input": QUESTION})["answer"]
+    )
+
+
+def qa_from_chain_type(llm: Any, retriever: FixedRetriever) -> str:
+    return str(RetrievalQA.from_chain_type(llm, retriever=retriever).invoke(QUESTION)["result"])
+
+
+def qa_from_llm(llm: Any, retriever: FixedRetriever) -> str:
+    return str(RetrievalQA.from_llm(llm, retriever=retriever).invoke(QUESTION)["result"])
+
+
+def qa_chain(llm: Any, retriever: FixedRetriever) -> str:
+    given = {"input_documents": retriever.invoke(""), "question": QUESTION}
+    return str(load_qa_chain(llm, chain_type="stuff").invoke(given)["output_text"])
+
+
+def by_hand(llm: Any, retriever: FixedRetriever) -> str:
+    def join(documents: list[Document]) -> str:
+        return "\n---\n".join(f"[{n}] {document.page_content}" for n, document in enumerate(documents))
+
+    prompt = PromptTemplate.from_template("Sources:\n{context}\n\nQ: {input}\nA:")
+    chain = {"context": retriever | join, "input": RunnablePassthrough()} | prompt | llm | StrOutputParser()
+    return str(chain.invoke(QUESTION))
+
+
+def list_repr(llm: Any, retriever: FixedRetriever) -> str:
+    prompt = PromptTemplate.from_template("{context}\nQ: {input}")
+    return str(({"context": retriever, "input": RunnablePassthrough()} | prompt | llm | StrOutputParser()).invoke("Q"))
+
+
+def agent(llm: Any, retriever: FixedRetriever) -> str:
+    made = create_agent(ToolCaller(), [blend_tool(retriever)], middleware=[answer_with(llm)], system_prompt="Be brief.")
+    return str(made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].text)
+
+
+def ours(llm: Any, retriever: FixedRetriever) -> str:
+    return str(create_blend_chain(retriever, llm, system="Be brief.").invoke(QUESTION)["answer"])
+
+
+def ours_with_history(llm: Any, retriever: FixedRetriever) -> str:
+    chain = create_history_aware_blend_chain(retriever, llm, rephrase=lambda given: str(given["input"]))
+    history = [HumanMessage("Where is it?"), AIMessage("On Gull Rock.")]
+    return str(chain.invoke({"input": QUESTION, "chat_history": history})["answer"])
+
+
+LANGCHAIN: dict[str, Callable[[Any, FixedRetriever], str]] = {
+    "create_stuff_documents_chain": stuff,
+    "create_retrieval_chain": retrieval,
+    "RetrievalQA.from_chain_type": qa_from_chain_type,
+    "RetrievalQA.from_llm": qa_from_llm,
+    "load_qa_chain": qa_chain,
+    "LCEL by hand": by_hand,
+    "create_agent + blend_tool": agent,
+    "create_blend_chain": ours,
+    "create_history_aware_blend_chain": ours_with_history,
+}
+
+
+# --- LlamaIndex -------------------------------------------------------------------------------------------------------
+
+
+def query_engine(mode: ResponseMode, header: bool = False) -> Callable[[LlamaBlend, list[str]], str]:
+    def run(llm: LlamaBlend, texts: list[str]) -> str:
+        return str(
+            llama_index(texts, header).as_query_engine(llm=llm, similarity_top_k=K, response_mode=mode).query(QUESTION)
+        )
+
+    return run
+
+
+def synthesizer(llm: LlamaBlend, texts: list[str]) -> str:
+    engine = llama_index(texts, header=True).as_query_engine(
+        llm=llm, similarity_top_k=K, response_synthesizer=BlendSynthesizer(llm)
+    )
+    return str(engine.query(QUESTION))
+
+
+def chat_engine_of(mode: ChatMode) -> Callable[[LlamaBlend, list[str]], str]:
+    def run(llm: LlamaBlend, texts: list[str]) -> str:
+        return str(llama_index(texts).as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=K).chat(QUESTION))
+
+    return run
+
+
+def llama_index(texts: list[str], header: bool = False) -> VectorStoreIndex:
+    nodes = [TextNode(text=text, metadata={"file": f"{n}.txt"} if header else {}) for n, text in enumerate(texts)]
+    return VectorStoreIndex(nodes, embed_model=MockEmbedding(8))
+
+
+LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
+    "compact": query_engine(ResponseMode.COMPACT),
+    "compact, nodes with metadata": query_engine(ResponseMode.COMPACT, header=True),
+    "refine": query_engine(ResponseMode.REFINE),
+    "tree_summarize": query_engine(ResponseMode.TREE_SUMMARIZE),
+    "accumulate": query_engine(ResponseMode.ACCUMULATE),
+    "compact_accumulate": query_engine(ResponseMode.COMPACT_ACCUMULATE),
+    "BlendSynthesizer": synthesizer,
+    "chat engine, context": chat_engine_of(ChatMode.CONTEXT),
+    "chat engine, condense_plus_context": chat_engine_of(ChatMode.CONDENSE_PLUS_CONTEXT),
+}
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def text_of(turn: Turn) -> str:
+    blocks = [turn.content] if isinstance(turn.content, str) else turn.content
+    return "".join(block if isinstance(block, str) else str(block["text"]) for block in blocks)  # type: ignore[index]
+
+
+def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
+    """The same prompt as somebody who knows the passages would build it, by cutting with one regex."""
+    cut = re.compile("(" + "|".join(re.escape(text) for text in sorted(passages, key=len, reverse=True)) + ")")
+    messages: list[tuple[str, list[Part]]] = []
+    for turn in turns:
+        parts: list[Part] = []
+        for index, piece in enumerate(cut.split(text_of(turn))):
+            if index % 2:
+                parts.append(Chunk(piece))
+                continue
+            for _ in range(2 if parts else 0):  # the chunk's own end replaces the blank line behind it
+                piece = piece.removeprefix("\n")
+            if piece.strip():
+                parts.append(piece)
+        if turn.role == "tool":
+            messages[-1] = ("user", [*parts, *messages[-1][1]])
+        elif parts:
+            messages.append((turn.role, parts))
+    return SegmentedPrompt.from_messages(messages)
+
+
+def spans(engine: Engine, prompt: SegmentedPrompt) -> list[tuple[str, tuple[int, ...]]]:
+    return [(segment.kind, segment.token_ids) for segment in engine.segmenter.tokenize(prompt).segments]
+
+
+def check_calls(calls: list[Call], engine: Engine, passages: list[str], ratio: float | None) -> None:
+    """Each call's ids and answer are those of the plain engine; at ratio 1.0 the answer is that of full prefill."""
+    assert calls
+    for call in calls:
+        plain = plain_prompt(call.turns, passages)
+        assert spans(engine, call.request.prompt) == spans(engine, plain)
+        options = {"max_tokens": 12, "recompute_ratio": ratio}
+        assert call.result.token_ids == engine.generate(plain, **options).token_ids  # type: ignore[arg-type]
+        if ratio == 1.0:
+            assert call.result.token_ids == engine.generate(plain, mode="full", max_tokens=12).token_ids
+
+
+def measured(
+    framework: str, chain: str, llm: BlendModel, calls: list[Call], passages: list[str], given: int | None = None
+) -> Row:
+    """Chunks given: how often a passage stands in what the framework sent, unless the test knows better."""
+    if given is None:
+        given = sum(text_of(turn).count(text) for call in calls for turn in call.turns for text in passages)
+    reports = [call.result.report for call in calls]
+    recognised = sum(report.num_chunks for report in reports)
+    reused = sum(report.num_chunk_hits for report in reports)
+    return Row(framework, chain, type(llm).__name__, len(calls), given, recognised, reused)
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
+    """The rows that the tests of this file add; printed when they are done, and saved when all of them ran."""
+    rows: list[Row] = []
+    yield rows
+    lines = [f"{'framework':<12}{'chain':<36}{'llm':<11}{'calls':>6}{'given':>7}{'recognised':>12}{'reused':>8}"]
+    for row in rows:
+        counts = f"{row.calls:>6}{row.given:>7}{row.recognised:>12}{row.reused:>8}"
+        lines.append(f"{row.framework:<12}{row.chain:<36}{row.llm:<11}{counts}  {row.reason}".rstrip())
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + "\n".join(lines))
+    if len(rows) == 2 * len(LANGCHAIN) + len(LLAMA) + 2:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps({"schema_version": 1, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+
+
+def langchain_llm(kind: type[BlendModel], engine: Engine, **settings: Any) -> Any:
+    return kind(engine=engine, max_tokens=12, **settings)
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+@pytest.mark.parametrize("chain", list(LANGCHAIN))
+@pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
+def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
+    chain: str,
+    kind: type[BlendModel],
+    chat_engine: Engine,
+    passages: list[str],
+    calls: list[Call],
+    table: list[Row],
+) -> None:
+    retriever = FixedRetriever(texts=passages[:K])
+    llm = langchain_llm(kind, chat_engine)
+    answer = LANGCHAIN[chain](llm, retriever)
+    row = measured("langchain", chain, llm, calls, passages)
+    table.append(row)
+    assert (row.given, row.recognised, row.reused) == (K, K, K)
+    assert answer == calls[-1].result.text
+    check_calls(calls, chat_engine, passages, ratio=None)
+    calls.clear()
+    LANGCHAIN[chain](langchain_llm(kind, chat_engine, recompute_ratio=1.0), retriever)
+    check_calls(calls, chat_engine, passages, ratio=1.0)
+
+
+@pytest.mark.parametrize("mode", list(LLAMA))
+def test_llamaindex_reuses_every_chunk_when_only_the_llm_is_swapped(
+    mode: str, chat_engine: Engine, passages: list[str], calls: list[Call], table: list[Row]
+) -> None:
+    llm = LlamaBlend(engine=chat_engine, max_tokens=12)
+    LLAMA[mode](llm, passages[:K])
+    row = measured("llamaindex", mode, llm, calls, passages)
+    table.append(row)
+    assert row.given == row.recognised == row.reused
+    assert row.given >= K
+    check_calls(calls, chat_engine, passages, ratio=None)
+    calls.clear()
+    LLAMA[mode](LlamaBlend(engine=chat_engine, max_tokens=12, recompute_ratio=1.0), passages[:K])
+    check_calls(calls, chat_engine, passages, ratio=1.0)
+
+
+def test_what_cannot_be_recognised_is_named(
+    chat_engine: Engine, passages: list[str], calls: list[Call], table: list[Row]
+) -> None:
+    # A passage without line breaks survives a Python list's repr; one with them does not.
+    broken = [text for text in passages if "\n" in text]
+    chat = ChatBlend(engine=chat_engine, max_tokens=2)
+    list_repr(chat, FixedRetriever(texts=broken))
+    table.append(measured("langchain", "context=retriever", chat, calls, passages, given=2))
+    table[-1].reason = "the documents' Python repr: line breaks are escaped, so the text is another one"
+    calls.clear()
+    llama = LlamaBlend(engine=chat_engine, max_tokens=2)
+    query_engine(ResponseMode.SIMPLE_SUMMARIZE)(llama, broken)
+    table.append(measured("llamaindex", "simple_summarize", llama, calls, passages, given=2))
+    table[-1].reason = "LlamaIndex prints a Python list (run-llama/llama_index#22392); use BlendSynthesizer"
+    assert [row.recognised for row in table[-2:]] == [0, 0]

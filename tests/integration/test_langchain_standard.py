@@ -1,0 +1,142 @@
+"""LangChain's own contract tests (langchain-tests) against every class of ours that has a suite. Nothing overridden.
+
+There is no suite for string models (BaseLLM) and none for a KV store: its values are tensors, not the bytes a BaseStore
+holds, so ours is not one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage
+from langchain_core.messages.ai import add_ai_message_chunks
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from langchain_tests.integration_tests import (
+    ChatModelIntegrationTests,
+    EmbeddingsIntegrationTests,
+    RetrieversIntegrationTests,
+    VectorStoreIntegrationTests,
+)
+from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
+
+from ragblend import Chunk, open_index
+from ragblend.chains import BlendRetriever
+from ragblend.embedders import HashingEmbedder
+from ragblend.engine.protocols import Engine
+from ragblend.index import ChunkIndex
+from ragblend.llm import ChatBlend
+from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, LangChainEmbedder, PrecomputingVectorStore
+
+
+class _Chat:
+    """The tiny chat model; its engine is loaded once and shared by every ChatBlend these suites construct."""
+
+    params: ClassVar[dict[str, Any]] = {}
+    passages: ClassVar[list[str]] = []
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _engine(self, chat_model_path: Path, store_path: Path, chat_engine: Engine, passages: list[str]) -> None:
+        _Chat.params = {"model": str(chat_model_path), "store": store_path, "on_miss": "inline"}
+        _Chat.passages = passages
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatBlend
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return self.params
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False  # one engine runs one model
+
+
+class TestChatBlendUnit(_Chat, ChatModelUnitTests):
+    pass
+
+
+class TestChatBlend(_Chat, ChatModelIntegrationTests):
+    @property
+    def supported_usage_metadata_details(self) -> dict[Any, Any]:
+        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        chat = ChatBlend(**self.params, max_tokens=4)
+        prompt = f"{self.passages[0]}\n\n{self.passages[1]}\n\nWhat is that?"
+        message: AIMessage = chat.invoke(prompt)
+        if stream:
+            chunks = list(chat.stream(prompt))
+            message = add_ai_message_chunks(*chunks)
+        assert message.usage_metadata is not None
+        assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+        return message
+
+
+class TestBlendRetriever(RetrieversIntegrationTests):
+    index: ClassVar[ChunkIndex]
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _index(self, tmp_path_factory: pytest.TempPathFactory, passages: list[str]) -> Iterator[None]:
+        with open_index(tmp_path_factory.mktemp("index"), HashingEmbedder(), create=True) as index:
+            for number, text in enumerate(passages):
+                index.add_document(f"{number}.txt", "", [Chunk(text, f"{number}.txt")])
+            TestBlendRetriever.index = index
+            yield
+
+    @property
+    def retriever_constructor(self) -> type[BlendRetriever]:
+        return BlendRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"index": self.index}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Who repairs the lamp?"
+
+
+class TestBlendVectorStore(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, tmp_path: Path) -> Iterator[VectorStore]:
+        with open_index(tmp_path, LangChainEmbedder(self.get_embeddings()), create=True) as index:
+            yield BlendVectorStore(index)
+
+
+class TestPrecomputingVectorStore(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, chat_engine: Engine) -> VectorStore:
+        return PrecomputingVectorStore(InMemoryVectorStore(self.get_embeddings()), chat_engine)
+
+
+class TestBlendEmbeddingsUnit(EmbeddingsUnitTests):
+    @property
+    def embeddings_class(self) -> type[BlendEmbeddings]:
+        return BlendEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"embedder": HashingEmbedder()}
+
+
+class TestBlendEmbeddings(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self) -> type[BlendEmbeddings]:
+        return BlendEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"embedder": HashingEmbedder()}

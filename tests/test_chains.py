@@ -1,0 +1,247 @@
+"""LangChain retriever, chains and agent recipe over a tiny engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.documents import Document
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.runnables import RunnableLambda
+
+from ragblend import Chunk, SegmentedPrompt, open_index
+from ragblend.adapter import UnrecognisedChunkError, precompute_and_register
+from ragblend.chains import (
+    BlendRetriever,
+    answer_with,
+    blend_tool,
+    create_blend_chain,
+    create_history_aware_blend_chain,
+)
+from ragblend.embedders import HashingEmbedder
+from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.index import ChunkIndex
+from ragblend.llm import BlendLLM, ChatBlend
+
+TEXTS = [
+    "The lighthouse on Gull Rock was built long ago.",
+    "Its lamp is repaired by Tomas each spring.",
+    "The supply boat comes on Thursdays, wind permitting.",
+]
+QUESTION = "Who repairs the lamp?"
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[ChunkIndex]:
+    with open_index(tmp_path / "index", HashingEmbedder(), create=True) as index:
+        place = 0
+        chunks: list[Chunk] = []
+        for text in TEXTS:
+            chunks.append(Chunk(text, "rock.txt", place, metadata={"page": len(chunks)}))
+            place += len(text) + 2
+        index.add_document("rock.txt", "", chunks)
+        yield index
+
+
+@pytest.fixture
+def retriever(index: ChunkIndex) -> BlendRetriever:
+    return BlendRetriever(index=index, k=2)
+
+
+@pytest.fixture
+def chat(tiny_engine: Callable[..., TransformersEngine]) -> ChatBlend:
+    engine = tiny_engine()
+    precompute_and_register(TEXTS, engine)
+    return ChatBlend(engine=engine, max_tokens=6)
+
+
+# --- retriever --------------------------------------------------------------------------------------------------------
+
+
+def test_documents_carry_place_score_and_metadata(retriever: BlendRetriever, index: ChunkIndex) -> None:
+    first, second = retriever.invoke(QUESTION)
+    assert first.page_content == TEXTS[1]
+    (chunk,) = index.get([first.id or ""]).values()
+    assert first.metadata["page"] == 1
+    assert (first.metadata["source"], first.metadata["start"]) == ("rock.txt", chunk.start)
+    assert first.metadata["score"] >= second.metadata["score"]
+    assert [first.metadata["rank"], second.metadata["rank"]] == [0, 1]
+
+
+def test_search_options_per_call(retriever: BlendRetriever) -> None:
+    assert len(retriever.invoke(QUESTION, k=1)) == 1
+    around = retriever.invoke(QUESTION, k=1, neighbours=1, order="document")
+    assert [document.page_content for document in around] == TEXTS
+
+
+async def test_retriever_without_blocking_the_loop(retriever: BlendRetriever) -> None:
+    assert await retriever.ainvoke(QUESTION) == retriever.invoke(QUESTION)
+
+
+def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, tmp_path: Path) -> None:
+    index.save()
+    assert BlendRetriever(index=index.path, k=2).invoke(QUESTION) == retriever.invoke(QUESTION)
+    with pytest.raises(NotFoundError, match="ragblend ingest"):
+        BlendRetriever(index=tmp_path / "none")
+    with pytest.raises(ValueError, match="path of its folder"):
+        BlendRetriever(index=7)
+
+
+# --- chain ------------------------------------------------------------------------------------------------------------
+
+
+def test_answer_sources_and_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    result = create_blend_chain(retriever, chat).invoke(QUESTION)
+    assert list(result) == ["input", "context", "sources", "answer", "report"]
+    assert result["sources"] == ["rock.txt"]
+    assert result["context"] == retriever.invoke(QUESTION)
+    assert (result["report"]["num_chunks"], result["report"]["num_chunk_hits"]) == (2, 2)
+    assert result["report"]["chunks"][0]["source"] == "rock.txt"
+    chunks = [document.page_content for document in result["context"]]
+    assert result["answer"] == chat.engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=6).text
+
+
+@pytest.mark.parametrize("model", ["chat", "llm", "bound"])
+def test_every_form_of_our_models_gives_the_same(model: str, chat: ChatBlend, retriever: BlendRetriever) -> None:
+    forms: dict[str, Any] = {
+        "chat": chat,
+        "llm": BlendLLM(engine=chat.engine, max_tokens=6),
+        "bound": ChatBlend(engine=chat.engine).bind(max_tokens=6),
+    }
+    result = create_blend_chain(retriever, forms[model]).invoke({"input": QUESTION})
+    assert result["report"]["num_chunk_hits"] == 2
+    assert result["answer"] == create_blend_chain(retriever, chat).invoke(QUESTION)["answer"]
+
+
+def test_chunks_need_no_registry(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    chat.registry.remove(TEXTS)
+    assert create_blend_chain(retriever, chat).invoke(QUESTION)["report"]["num_chunk_hits"] == 2
+
+
+def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    chain = create_blend_chain(retriever, chat)
+    pieces = list(chain.stream(QUESTION))
+    keys = [next(iter(piece)) for piece in pieces]
+    assert keys[0] == "input"
+    assert keys.index("context") < keys.index("answer") < keys.index("report") == len(keys) - 1
+    assert "".join(piece.get("answer", "") for piece in pieces) == chain.invoke(QUESTION)["answer"]
+
+
+async def test_async_streaming(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    chain = create_blend_chain(retriever, chat)
+    answer = "".join([piece.get("answer", "") async for piece in chain.astream(QUESTION)])
+    assert answer == (await chain.ainvoke(QUESTION))["answer"] == chain.invoke(QUESTION)["answer"]
+
+
+def test_system_text_and_any_callable_as_retriever(chat: ChatBlend) -> None:
+    chain = create_blend_chain(lambda question: [Document(TEXTS[0])], chat, system="Be brief.")
+    result = chain.invoke(QUESTION)
+    prompt = SegmentedPrompt([TEXTS[0]], QUESTION, system="Be brief.")
+    assert result["answer"] == chat.engine.generate(prompt, max_tokens=6).text
+    assert result["sources"] == []
+
+
+def test_another_model_gets_plain_text_and_no_report(retriever: BlendRetriever) -> None:
+    result = create_blend_chain(retriever, FakeListChatModel(responses=["Tomas"])).invoke(QUESTION)
+    assert (result["answer"], "report" in result) == ("Tomas", False)
+
+
+def test_strict_reports_a_document_that_was_never_ingested(chat: ChatBlend) -> None:
+    strict = ChatBlend(engine=chat.engine, strict=True)
+    chain = create_blend_chain(lambda question: [Document("A passage from elsewhere.")], strict)
+    with pytest.raises(UnrecognisedChunkError, match="no KV"):
+        chain.invoke(QUESTION)
+
+
+@pytest.mark.parametrize("given", ["", {"question": "Q"}, {"input": None}])
+def test_a_chain_without_a_question_says_so(given: Any, chat: ChatBlend, retriever: BlendRetriever) -> None:
+    with pytest.raises(UsageError, match="needs a question"):
+        create_blend_chain(retriever, chat).invoke(given)
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_question(
+    chat: ChatBlend, retriever: BlendRetriever
+) -> None:
+    asked: list[str] = []
+
+    def retrieve(question: str) -> list[Document]:
+        asked.append(question)
+        return retriever.invoke(question)
+
+    chain = create_history_aware_blend_chain(retrieve, chat, rephrase=lambda given: given["input"] + " (the lamp)")
+    history = [HumanMessage("Is there a lamp?"), AIMessage("Yes.")]
+    result = chain.invoke({"input": "Who repairs it?", "chat_history": history})
+    assert asked == ["Who repairs it? (the lamp)"] == [result["search_query"]]
+    chunks = [Chunk(document.page_content) for document in result["context"]]
+    plain = SegmentedPrompt.from_messages(
+        [("user", "Is there a lamp?"), ("assistant", "Yes."), ("user", [*chunks, "Who repairs it?"])]
+    )
+    assert result["answer"] == chat.engine.generate(plain, max_tokens=6).text
+    assert result["report"]["num_chunk_hits"] == 2
+
+
+def test_without_history_the_question_is_searched_for_as_it_is(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    result = create_history_aware_blend_chain(retriever, chat).invoke(QUESTION)
+    assert result["search_query"] == QUESTION
+
+
+def test_by_default_the_llm_rephrases_even_when_strict(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    strict = ChatBlend(engine=chat.engine, max_tokens=6, strict=True)
+    chain = create_history_aware_blend_chain(retriever, strict)
+    result = chain.invoke({"input": "Who repairs it?", "chat_history": [("human", "Is there a lamp?"), ("ai", "Yes.")]})
+    assert isinstance(result["search_query"], str)
+    assert result["report"]["num_chunk_hits"] == 2
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+class ToolCaller(FakeListChatModel):
+    """A model that can call tools; calls the search once, then answers itself."""
+
+    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
+        call = {"name": "search_documents", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
+        return RunnableLambda(
+            lambda messages: AIMessage(
+                "mine" if messages[-1].type == "tool" else "", tool_calls=self._calls(messages, call)
+            )
+        )
+
+    @staticmethod
+    def _calls(messages: Any, call: Any) -> list[Any]:
+        return [] if messages[-1].type == "tool" else [call]
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+async def test_an_agents_answer_comes_from_the_store(
+    use_async: bool, chat: ChatBlend, retriever: BlendRetriever
+) -> None:
+    agent: Any = create_agent(
+        ToolCaller(responses=[]), [blend_tool(retriever)], middleware=[answer_with(chat, "search_documents")]
+    )
+    question = {"messages": [HumanMessage(QUESTION)]}
+    final = (await agent.ainvoke(question) if use_async else agent.invoke(question))["messages"][-1]
+    chunks = [document.page_content for document in retriever.invoke(QUESTION)]
+    assert final.response_metadata["ragblend"]["num_chunk_hits"] == 2
+    assert final.text == chat.engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=6).text
+
+
+def test_results_of_other_tools_are_left_to_the_agents_model(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    agent: Any = create_agent(
+        ToolCaller(responses=[]), [blend_tool(retriever)], middleware=[answer_with(chat, "another_tool")]
+    )
+    assert agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].text == "mine"
+
+
+def test_our_model_as_the_agents_own_says_what_to_do(chat: ChatBlend, retriever: BlendRetriever) -> None:
+    agent: Any = create_agent(chat, [blend_tool(retriever)])
+    with pytest.raises(NotImplementedError, match="blend_tool"):
+        agent.invoke({"messages": [HumanMessage(QUESTION)]})
