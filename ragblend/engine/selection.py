@@ -131,6 +131,11 @@ def schedule(
     shares grow with depth (a token that was dropped has no hidden state any more).
     """
     if checks is not None:
+        if not rule.needs_deviation and len(checks) > 1:
+            raise UsageError(
+                f"rule {rule.name} chooses its tokens before the first layer, so only one check layer applies; "
+                f"{len(checks)} given. Choose a rule that measures deviation, such as cacheblend"
+            )
         return _validated(checks, num_layers)
     if not rule.needs_deviation:
         return (Check(0, ratio),)

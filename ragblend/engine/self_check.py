@@ -30,11 +30,12 @@ class _Ready:
 
 @torch.inference_mode()
 def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
-    """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Three gates:
+    """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Four gates:
 
     stored keys, placed, equal the layer-0 keys of full prefill for every chunk (the rotation is right);
     a chunk right behind its prefix equals full prefill in every layer (the stored slice is right);
-    recomputing everything over stale KV gives full prefill's logits (mask, positions and scatter are right).
+    recomputing everything over stale KV gives full prefill's logits (positions and scatter are right);
+    recomputing scattered tokens over exact KV changes nothing (the mask of scattered rows is right).
     """
     tolerance = TOLERANCE[model.like.dtype]
     try:
@@ -87,6 +88,12 @@ def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
     )
     everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (Check(1, 1.0),), PREFIX_TOKENS)
     gates["ratio 1.0 against full prefill"] = _error(fuse(model, everything, fused, _Ready()).logits, reference)
+    # Over the KV of full prefill itself, recomputing scattered rows must change nothing; a mask that lets them see
+    # later tokens does, and it hides at ratio 0 and 1.
+    for index, layer in enumerate(layers):
+        fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
+    scattered = FusePlan(ids, tuple(placements), RULES["random"], (Check(0, 0.5),), PREFIX_TOKENS)
+    gates["scattered rows over exact KV"] = _error(fuse(model, scattered, fused, _Ready()).logits, reference)
     return gates
 
 

@@ -191,3 +191,8 @@ def test_a_deeper_model_spreads_the_check_over_more_layers():
     rows = [100, 20, 20, 20]
     assert charged_budget_at(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
     assert charged_budget_at(320, rows, 100, 1) < charged_budget_at(32, rows, 100, 1) < charged_budget(rows, 100)
+
+
+def test_several_check_layers_need_a_rule_that_measures_deviation():
+    with pytest.raises(UsageError, match="first_k chooses its tokens before the first layer"):
+        schedule(RULES["first_k"], 0.2, 6, [Check(0, 0.3), Check(2, 0.1)])

@@ -272,3 +272,18 @@ def test_wrapping_a_model_leaves_its_generate_as_it_was(stock_model, tiny_layers
     arguments = {"max_new_tokens": 8, "do_sample": False}
     expected = stock_model("llama").generate(ids, **arguments)
     assert tiny_layers("llama").model.generate(ids, **arguments).tolist() == expected.tolist()
+
+
+def test_a_bottom_right_mask_over_scattered_rows_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """Exact at ratios 0 and 1, wrong between them: the causal mask that attention kernels build by themselves."""
+
+    def bottom_right(query, keys, values, rows, scale):
+        num_rows, end = query.shape[2], int(rows[-1]) + 1
+        mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+
+    monkeypatch.setattr("ragblend.engine.transformers_layers.attend_rows", bottom_right)
+    with pytest.raises(UnsupportedModelError, match="scattered rows over exact KV"):
+        self_check(TransformersLayers(tiny_model("llama")), 300, "sabotaged")
