@@ -149,12 +149,14 @@ class TtftResult:
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the command line."""
         config = asdict(self.config)
+        config |= {"modes": [*self.config.modes], "rules": [*self.config.rules]}
+        config |= {"dtype": dtype_name(find_dtype(self.config.dtype))}
         config.pop("store")  # a path of this machine says nothing elsewhere
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "bench ttft",
             "hardware": self.hardware,
-            "config": config | {"dtype": dtype_name(find_dtype(self.config.dtype))},
+            "config": config,
             "model": self.name,
             "prompt_tokens": self.prompt_tokens,
             "stored_bytes_per_token": self.stored_bytes_per_token,

@@ -185,8 +185,7 @@ def test_intermediate_ratios_lie_between_full_reuse_and_full_prefill(family, sto
         for ratio in errors:
             fused = blend(layers, prompt, ratio).fused
             errors[ratio] += sum(
-                float((fused.values(index) - layer.values[0]).square().mean())
-                for index, layer in enumerate(kv.layers)
+                float((fused.values(index) - layer.values[0]).square().mean()) for index, layer in enumerate(kv.layers)
             )
     assert errors[1.0] < 1e-6
     for ratio in RATIOS:
