@@ -1,10 +1,12 @@
 # Two commands: `make demo` and `make test`. Each sets up .venv by itself; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
+# Test models are tiny: a second thread would only wait for the first.
+test test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint test-faults clean
+.PHONY: demo test lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +32,9 @@ lint: $(STAMP)
 
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
+
+notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save their outputs
+	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
 	rm -rf $(VENV) ragblend-data dist build

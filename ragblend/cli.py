@@ -391,6 +391,8 @@ def demo(
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
+    # The model is too small to share its work: on a busy machine two threads wait for each other a hundred times over.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet_libraries()
     from ragblend.demo.show import run_demo
 

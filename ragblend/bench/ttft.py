@@ -129,7 +129,7 @@ class TtftRun:
     fuse_s: float
     speedup: float | None  # full prefill's median TTFT over this one's; None where full was not run
     speedup_cpu: float | None  # the same of processor time
-    limit: float | None  # 1 / charged budget: the speedup if nothing but recomputing chunk tokens took time
+    limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, and each the same time
     num_recomputed_tokens: int
     peak_rss_bytes: int
     num_samples: int

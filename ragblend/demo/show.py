@@ -93,9 +93,9 @@ def show_totals(rows: Sequence[dict[str, Any]], say: Echo) -> None:
         ttft_s = statistics.median(row["modes"][mode]["report"]["ttft_s"] for row in rows)
         say(f"  {mode:<8}{right:>3}/{len(rows)} right, first token after {ttft_s * 1e3:.0f} ms (median)")
     say(
-        "\nThe embedded model has 1.2 million parameters and knows only this made-up world; on other text it answers\n"
-        "nonsense. Its prompts are short, so these times are mostly overhead: what reuse saves on a real shape is\n"
-        "measured by `ragblend bench ttft --shape llama-200m`."
+        "\nThe embedded model has about 1.3 million parameters and knows only this made-up world; on other text it\n"
+        "answers nonsense. Its prompts are short, so these times are mostly overhead: what reuse saves on a real\n"
+        "shape is measured by `ragblend bench ttft --shape llama-200m`."
     )
 
 

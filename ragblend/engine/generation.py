@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from torch import Tensor
 
@@ -35,6 +35,21 @@ class Conversation:
 
     token_ids: list[int] = field(default_factory=list)
     fused: FusedKV | None = None
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream` and `request`; see the engine's `request`."""
+
+    mode: Mode
+    rule: str
+    recompute_ratio: float | None
+    checks: Sequence[Check] | None
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: Sequence[str] | None
+    conversation: Conversation | None
 
 
 @dataclass(frozen=True, slots=True)

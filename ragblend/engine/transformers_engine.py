@@ -12,14 +12,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
-from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Prefilled, Request
+from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, dtype_name
 from ragblend.engine.loader import LayerLoader
@@ -127,45 +127,21 @@ class TransformersEngine:
 
     # -- answering
 
-    def generate(
-        self,
-        prompt: SegmentedPrompt,
-        *,
-        mode: Mode = "blend",
-        rule: str = "auto",
-        recompute_ratio: float | None = None,
-        checks: Sequence[Check] | None = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] | None = None,
-        conversation: Conversation | None = None,
-    ) -> Generation:
-        """Answer `prompt`. Greedy at temperature 0. The answer ends at the model's end token or a stop string.
-
-        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default. `checks` sets
-        several check layers with their own ratios instead. With a `conversation`, earlier turns are not prefilled
-        again. Raises PromptTooLongError beyond the model's context, UsageError for bad arguments.
-        """
-        stream = self.stream(
-            prompt,
-            mode=mode,
-            rule=rule,
-            recompute_ratio=recompute_ratio,
-            checks=checks,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            conversation=conversation,
-        )
+    def generate(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Generation:
+        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        stream = self.stream(prompt, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def stream(
+    def stream(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> GenerationStream:
+        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+
+        Options are checked here, before the first piece. Closing the stream early frees the engine.
+        """
+        return GenerationStream(self, self.request(prompt, **options))
+
+    def request(
         self,
         prompt: SegmentedPrompt,
         *,
@@ -179,10 +155,12 @@ class TransformersEngine:
         seed: int | None = None,
         stop: Sequence[str] | None = None,
         conversation: Conversation | None = None,
-    ) -> GenerationStream:
-        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+    ) -> Request:
+        """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        Arguments are checked here, before the first piece. Closing the stream early frees the engine.
+        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default. `checks` sets
+        several check layers with their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier
+        turns are not prefilled again. Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         if mode not in MODES:
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
@@ -194,7 +172,7 @@ class TransformersEngine:
         ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
-        request = Request(
+        return Request(
             tokenized,
             mode,
             rule,
@@ -205,7 +183,6 @@ class TransformersEngine:
             (stop,) if isinstance(stop, str) else tuple(stop or ()),
             conversation,
         )
-        return GenerationStream(self, request)
 
     def prefill(self, request: Request) -> Prefilled:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""

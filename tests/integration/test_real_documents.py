@@ -40,13 +40,13 @@ def check(engine, cases: Path, index_path: Path, chunk_size: int) -> None:
         for question in QUESTIONS:
             prompt = SegmentedPrompt([hit.chunk for hit in index.search(question, 6)], question)
             full = engine.generate(prompt, mode="full", max_tokens=12)
-            assert full.text
+            assert full.token_ids
             for mode, ratio in (("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 1.0)):
                 answer = engine.generate(prompt, mode=mode, recompute_ratio=ratio, max_tokens=12)
                 if mode != "prefix":
                     assert answer.report.num_chunk_hits == answer.report.num_chunks == 6
                 if mode == "prefix" or ratio == 1.0:
-                    assert answer.text == full.text
+                    assert (answer.token_ids, answer.text) == (full.token_ids, full.text)
 
 
 def test_the_embedded_model_hits_every_chunk_and_ratio_one_is_full_prefill(cases, tmp_path):

@@ -1,0 +1,127 @@
+"""Execute the notebooks: sources in src/ -> NN_name.ipynb with outputs and plots. `--check` executes and saves nothing.
+
+    python notebooks/run.py              all of them
+    python notebooks/run.py 01 04        those whose name starts so
+    python notebooks/run.py --check      what CI wants to know
+
+Saved outputs hold no times, paths or warnings, so a second run changes only what really changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 300  # for one cell
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+MACHINE_PATH = re.compile(r"(?<![\w.<])/(?:home|root|tmp|work|usr|var|opt|Users|private|mnt)/\S+")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="beginnings of notebook names; all when none is given")
+    parser.add_argument("--check", action="store_true", help="execute, but save nothing")
+    options = parser.parse_args(arguments)
+    sources = [path for path in sorted((HERE / "src").glob("*.py")) if chosen(path, options.names)]
+    if not sources:
+        parser.error(f"no notebook begins with {' or '.join(options.names)}; see {HERE / 'src'}")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    failed = [path.stem for path in sources if not run(path, save=not options.check)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def chosen(path: Path, names: list[str]) -> bool:
+    return not names or any(path.stem.startswith(name) for name in names)
+
+
+def run(source: Path, *, save: bool) -> bool:
+    """Execute one source; whether it ran to its end and its outputs are fit to save."""
+    notebook = build(source)
+    start_s = perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            timeout=TIMEOUT_S,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            extra_arguments=["--IPKernelApp.log_level=40"],  # it warns of its own loopback sockets
+            resources={"metadata": {"path": folder}},
+        )
+        try:
+            client.execute()
+        except (CellExecutionError, CellTimeoutError) as error:
+            print(f"{source.stem}: {error}", file=sys.stderr)
+            return False
+    tidy(notebook)
+    paths = machine_paths(notebook)
+    if paths:
+        print(f"{source.stem}: outputs hold paths of this machine: {', '.join(paths)}", file=sys.stderr)
+        return False
+    if save:
+        nbformat.write(notebook, HERE / f"{source.stem}.ipynb")
+    print(f"{source.stem}: {'saved' if save else 'runs'}, {perf_counter() - start_s:.0f} s")
+    return True
+
+
+def build(source: Path) -> nbformat.NotebookNode:
+    """The notebook of a py:percent source, without outputs; the same source gives the same notebook."""
+    notebook = jupytext.read(source, fmt="py:percent")
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"{source.stem}-{number:02}"
+        cell.metadata = nbformat.NotebookNode()
+    return notebook
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Keep what a reader wants to see: no warnings on stderr, which go to the console, no Python version."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("name") == "stderr":
+                print(output.text, file=sys.stderr, end="")
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    pairing = notebook.metadata.get("jupytext", {}).get("formats", "ipynb,src//py:percent")
+    notebook.metadata = nbformat.from_dict(
+        {"jupytext": {"formats": pairing}, "kernelspec": kernel, "language_info": {"name": "python"}}
+    )
+
+
+def machine_paths(notebook: nbformat.NotebookNode) -> list[str]:
+    """Absolute paths in the text of the outputs."""
+    texts = [str(output) for cell in notebook.cells for output in _without_images(cell.get("outputs", ()))]
+    return sorted({path for text in texts for path in MACHINE_PATH.findall(text)})
+
+
+def _without_images(outputs: list[nbformat.NotebookNode]) -> list[object]:
+    return [
+        {kind: data for kind, data in output.data.items() if not kind.startswith("image/")}
+        if "data" in output
+        else output.get("text", "")
+        for output in outputs
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

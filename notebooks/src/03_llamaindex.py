@@ -1,0 +1,150 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,src//py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # LlamaIndex: nodes are chunks
+#
+# **The claim.** A query engine hands its nodes over as chunks and every one of them comes from the store. A LlamaIndex
+# query engine of your own does so as well, once its `llm` is ours.
+#
+# Offline, on a CPU, with the embedded model of a made-up world.
+
+# %%
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llama_index.core import PromptTemplate, VectorStoreIndex
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.postprocessor import PrevNextNodePostprocessor
+from llama_index.core.schema import NodeRelationship, TextNode
+
+from ragblend import ingest, load_engine
+from ragblend.demo.sample import write_corpus
+from ragblend.llamaindex import BlendIndexRetriever, BlendLLM, BlendQueryEngine
+from ragblend.precompute import open_engine_index
+
+workplace = TemporaryDirectory()
+folder = Path(workplace.name)
+questions = write_corpus(folder / "corpus")
+engine = load_engine("demo", store=folder / "kv")
+index = open_engine_index(folder / "index", engine, chunk_size=24)
+done = ingest(folder / "corpus", engine, index, chunk_size=24, glob="*.md")
+print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
+
+# %% [markdown]
+# ## Ready made: `BlendQueryEngine`
+# Over any LlamaIndex retriever; here over ragblend's own index. `response.source_nodes` are LlamaIndex's,
+# `response.metadata["ragblend"]` is the report.
+
+# %%
+llm = BlendLLM(engine=engine, max_tokens=16)  # or BlendLLM(model="Qwen/Qwen3-8B", store="kv/")
+retriever = BlendIndexRetriever(index, similarity_top_k=2, neighbours=1, order="document")
+query_engine = BlendQueryEngine.from_args(retriever, llm)
+
+
+def tell(item, response):
+    """Question, answer, right or wrong, and where it came from."""
+    verdict = "right" if str(response) == item.answer else f"WRONG, gold is {item.answer}"
+    print(f"{item.question}  ->  {response}   ({verdict})")
+    for found in response.source_nodes:
+        print(f"    {found.node.get_content()}")
+
+
+item = next(item for item in questions if item.kind == "two_hop_reference")
+response = query_engine.query(item.question)
+tell(item, response)
+report = response.metadata["ragblend"]
+print(
+    f"\n{report['num_chunk_hits']} of {report['num_chunks']} chunks from the store; of {report['prompt_tokens']} "
+    f"prompt tokens {report['num_reused_tokens']} reused, {report['num_recomputed_tokens']} recomputed"
+)
+
+# %% [markdown]
+# ## Your own index, our LLM
+# A plain `VectorStoreIndex` with `as_query_engine` writes its nodes into one string. The chunk boundaries are found
+# again in that string, because every ingested text is registered beside the store. `strict=True` makes it an error if
+# one is not. The nodes need nothing special: their text is the chunk's text.
+
+
+# %%
+class OurEmbedding(BaseEmbedding):
+    """The index's own embedder, so that nothing has to be downloaded."""
+
+    def _get_text_embedding(self, text):
+        return index.embedder.embed([text])[0].tolist()
+
+    def _get_query_embedding(self, query):
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query):
+        return self._get_text_embedding(query)
+
+
+nodes = []
+for source in index.sources():
+    paragraphs = [TextNode(text=chunk.text) for chunk in index.chunks(source)]
+    for before, after in pairwise(paragraphs):
+        before.relationships[NodeRelationship.NEXT] = after.as_related_node_info()
+        after.relationships[NodeRelationship.PREVIOUS] = before.as_related_node_info()
+    nodes += paragraphs
+vector_index = VectorStoreIndex(nodes, embed_model=OurEmbedding())
+
+# %%
+own_engine = vector_index.as_query_engine(
+    llm=BlendLLM(engine=engine, max_tokens=16, strict=True),  # the one object swapped
+    similarity_top_k=2,
+    node_postprocessors=[PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=1, mode="both")],
+    # LlamaIndex's default template instructs the model in English, of which the embedded one knows nothing.
+    text_qa_template=PromptTemplate("{context_str}\n\n{query_str}"),
+)
+tell(item, own_engine.query(item.question))
+
+# %% [markdown]
+# LlamaIndex does not pass an LLM's report through `as_query_engine`, so we look at what the LLM was sent and what it
+# made of it. With LlamaIndex's own template, instructions and all:
+
+# %%
+from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
+
+found = own_engine.retrieve(item.question)
+context = "\n\n".join(node.node.get_content() for node in found)
+for name, template in (("ours", "{context_str}\n\n{query_str}"), ("LlamaIndex's", DEFAULT_TEXT_QA_PROMPT.template)):
+    sent = llm.complete(template.format(context_str=context, query_str=item.question))
+    report = sent.raw["ragblend"]
+    print(
+        f"{name + ' template':<24} {len(found)} nodes, {report['num_chunks']} recognised, "
+        f"{report['num_chunk_hits']} from the store"
+    )
+
+# %% [markdown]
+# ## The three ways agree
+# Answers of full prefill, of `BlendQueryEngine` and of `as_query_engine` to the same questions:
+
+# %%
+asked = [item for item in questions if item.kind != "one_hop"][::6]
+full_engine = BlendQueryEngine.from_args(retriever, llm.model_copy(update={"mode": "full"}))
+answers = {
+    name: [str(one.query(item.question)) for item in asked]
+    for name, one in (
+        ("full prefill", full_engine),
+        ("BlendQueryEngine", query_engine),
+        ("as_query_engine", own_engine),
+    )
+}
+print(f"{len(asked)} questions whose answer needs two nodes together")
+for name, given in answers.items():
+    right = sum(answer == item.answer for answer, item in zip(given, asked, strict=True))
+    print(f"  {name:<18}{right:>3} right  {'█' * right}")
+
+# %%
+index.close()
+engine.close()
+workplace.cleanup()

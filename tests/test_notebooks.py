@@ -1,0 +1,68 @@
+"""The saved notebooks: paired with their sources, executed, and free of this machine's traces.
+
+`make notebooks` executes and saves them; here they are executed without saving.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+for _name in ("jupytext", "nbclient"):
+    pytest.importorskip(_name)
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+SOURCES = sorted((NOTEBOOKS / "src").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_notebooks", NOTEBOOKS / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_source_has_its_notebook_and_the_other_way_round() -> None:
+    assert [path.stem for path in SOURCES] == [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    assert len(SOURCES) >= 5
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_saved_notebook_is_its_source_executed(source: Path, runner: ModuleType) -> None:
+    saved = nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
+    nbformat.validate(saved)
+    built = runner.build(source)
+    assert [(cell.id, cell.source) for cell in saved.cells] == [(cell.id, cell.source) for cell in built.cells], (
+        f"{source.stem} has changed since it was executed: make notebooks"
+    )
+    code = [cell for cell in saved.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert runner.machine_paths(saved) == []
+    assert saved.metadata.kernelspec.name == "python3"
+
+
+def test_paths_of_this_machine_are_found(runner: ModuleType) -> None:
+    def notebook(text: str) -> object:
+        cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("stream", text=text)])
+        return nbformat.v4.new_notebook(cells=[cell])
+
+    assert runner.machine_paths(notebook("saved /tmp/x1/kv and /home/me/kv")) == ["/home/me/kv", "/tmp/x1/kv"]
+    assert runner.machine_paths(notebook("5 of 9, mean/median, https://a.org/tmp/x, Qwen/Qwen3-8B, a/home/b")) == []
+
+
+def test_every_notebook_runs_top_to_bottom() -> None:
+    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
