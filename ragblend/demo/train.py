@@ -26,7 +26,15 @@ from torch.nn import functional as F
 from ragblend.demo.card import plot_curve
 from ragblend.demo.evaluate import Setting, make_cases, measure, score
 from ragblend.demo.export import export
-from ragblend.demo.model import DemoModel, ModelConfig, copy_attention, mimetic_init, num_parameters, rope
+from ragblend.demo.model import (
+    DemoModel,
+    ModelConfig,
+    copy_attention,
+    load_shipped,
+    mimetic_init,
+    num_parameters,
+    rope,
+)
 from ragblend.demo.optim import Muon
 from ragblend.demo.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP, Batch, RowMaker, RowPlan
 from ragblend.demo.tokenizer import build_tokenizer
@@ -101,8 +109,11 @@ class Trainer:
         self.stage, self.step, self.num_tokens, self.warm_from, self.spent_s = state["place"]
 
     def warm_start(self, weights: Path, stage: str) -> None:
-        """Take the weights of an earlier training and begin at `stage`."""
-        self.model.load_state_dict(torch.load(weights, weights_only=True)["model"])
+        """Take the weights of an earlier training (a checkpoint file, or an exported directory), begin at `stage`."""
+        if weights.is_dir():
+            self.model.load_state_dict(load_shipped(weights).state_dict())
+        else:
+            self.model.load_state_dict(torch.load(weights, weights_only=True)["model"])
         self.stage = [candidate.name for candidate in STAGES].index(stage)
 
     @property
