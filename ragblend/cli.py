@@ -411,7 +411,9 @@ def bench_ttft(
     question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
     ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
     modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,reuse,blend",
-    rules: Annotated[str, typer.Option("--rules", help="Comma-separated.")] = "cacheblend",
+    rules: Annotated[
+        str, typer.Option("--rules", help="Comma-separated: cacheblend, cacheblend_k, first_k, ...")
+    ] = "cacheblend",
     dtype: Annotated[str, typer.Option("--dtype")] = "float32",
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed runs per mode and prompt.")] = 5,

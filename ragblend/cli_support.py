@@ -47,7 +47,7 @@ KOption = Annotated[int | None, typer.Option("-k", help="Chunks retrieved per qu
 NeighboursOption = Annotated[int | None, typer.Option("--neighbours", help="Chunks added around each hit.")]
 OrderOption = Annotated[str | None, typer.Option("--order", help="Chunks by 'score' or in 'document' order.")]
 ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, prefix or reuse.")]
-RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute; see `bench quality`.")]
+RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute: auto, cacheblend, ...")]
 RatioOption = Annotated[float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
 MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]

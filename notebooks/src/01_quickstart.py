@@ -110,7 +110,6 @@ for number, chunk in enumerate(report.chunks, start=1):
 # `generate`, `prefill` says which ones it took. The dot that opens each row is the chunk's opening token.
 
 # %%
-
 request = engine.request(prompt_for(asked[shown].question), recompute_ratio=0.15)
 recomputed = set(engine.prefill(request).recomputed.tolist())
 

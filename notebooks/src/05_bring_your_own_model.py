@@ -104,7 +104,6 @@ for mode, ratio in settings:
 # Not only the same answer: the same logits, up to the rounding of the arithmetic.
 
 # %%
-
 logits = {
     mode: engine.prefill(engine.request(prompt, mode=mode, recompute_ratio=1.0)).logits.float()
     for mode in ("full", "reuse", "blend")

@@ -77,7 +77,7 @@ class TtftConfig:
             if mode not in MODES:
                 raise UsageError(f"mode is {mode!r}; choose from {', '.join(MODES)}")
         if "blend" in self.modes and not self.rules:
-            raise UsageError("mode blend needs a rule; choose auto, or see `ragblend bench quality`")
+            raise UsageError("mode blend needs a rule; choose auto or one of those in `ragblend bench ttft --help`")
         for rule in self.rules:
             find_rule(rule)
         if self.tier not in TIERS:
