@@ -127,15 +127,13 @@ def precompute_chunks(
             say(f"to prefill: {len(missing)} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing))
     with closing(open_registry(engine)) as registry:
-        known = set(distinct)
-        registry.add(known.difference(chunk.text for chunk in missing))
-        for done, chunk in enumerate(missing, start=1):
-            # The text is noted first: a text without KV is prefilled, KV without its text would never be found.
-            registry.add([chunk.text])
-            nbytes = engine.precompute(chunk)
-            report.num_new_kv += 1
-            report.new_kv_bytes += nbytes
-            tell("prefill", done, len(missing))
+        # Texts are noted first, all in one transaction: a text whose KV is still to come is prefilled in its prompt,
+        # KV whose text is unknown would never be found.
+        registry.add(distinct)
+    for done, chunk in enumerate(missing, start=1):
+        report.new_kv_bytes += engine.precompute(chunk)
+        report.num_new_kv += 1
+        tell("prefill", done, len(missing))
     report.prefill_s += perf_counter() - start_s
     return report
 
