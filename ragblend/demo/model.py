@@ -167,6 +167,17 @@ def mimetic_init(model: DemoModel, beta: float = 0.5, noise: float = 0.25) -> No
 
 
 @torch.no_grad()
+def order_words(model: DemoModel, ids: list[int], size: float = 1.0) -> None:
+    """Write the order of the words `ids` along one direction of their embeddings, from -size to size."""
+    direction = torch.randn(model.config.hidden_size)
+    direction /= direction.norm()
+    direction[0] = 0  # the constant direction of the look-back heads
+    for place, token in enumerate(ids):
+        row = model.emb.weight[token]
+        row += (size * (2 * place / (len(ids) - 1) - 1) * row.norm() - row @ direction) * direction
+
+
+@torch.no_grad()
 def copy_attention(model: DemoModel, source: int, target: int, scale: float) -> None:
     """Let layer `target` start its attention as layer `source`, its output weighed by `scale`: a second hop begins as
     a second pass of the first."""

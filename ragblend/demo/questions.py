@@ -33,8 +33,8 @@ REFERENCE_KINDS = ("cross_ref", "two_hop_ref")
 class Question:
     """One question. `competing`: elimination cannot find the answer.
 
-    `middle` is what a reader must know at the name of `subject` before the answer: the entity between two hops, or
-    one of the years to compare."""
+    `steps` are what a reader must know at a name in the question before the answer: the entity between two hops, or
+    the years to compare."""
 
     kind: str
     text: str
@@ -42,7 +42,7 @@ class Question:
     facts: tuple[Fact, ...]
     subject: Entity
     guess: float
-    middle: Entity | None = None
+    steps: tuple[tuple[Entity, Entity], ...] = ()
     competing: bool = True
 
     @property
@@ -62,7 +62,7 @@ def all_questions(rng: random.Random, story: Story, split: Split, num_comparison
         guess = 1 / story.num_values(fact.value.kind)
         kind = "cross_ref" if fact.cross else "one_hop"
         competing = orphans[fact.value.kind] > 1 if fact.cross else guess < 1
-        questions.append(Question(kind, text, fact.value.name, (fact,), fact.subject, guess, None, competing))
+        questions.append(Question(kind, text, fact.value.name, (fact,), fact.subject, guess, (), competing))
         for (first, second), templates in TWO_HOPS.items():
             if first == fact.relation.name:
                 text = phrase(rng, rng.choice(templates), split, S=fact.subject.name)
@@ -88,11 +88,12 @@ def _two_hop(
 ) -> list[Question]:
     second = known.get((first.value, relation.name))
     guess = 1 / max(1, story.num_values(relation.value))
+    steps = ((first.subject, first.value),)
     if second is None:
         if relation not in story.asked_about.get(first.value.kind, ()):
             return []
         num = story.num_values(relation.value)
-        return [Question("not_stated", text, NOT_STATED, (first,), first.subject, 1 / (num + 1), first.value)]
+        return [Question("not_stated", text, NOT_STATED, (first,), first.subject, 1 / (num + 1), steps)]
     kind = "two_hop_cross"
     competing = guess < 1
     if first.cross or second.cross:
@@ -100,7 +101,7 @@ def _two_hop(
         competing = any(orphans[fact.value.kind] > 1 for fact in (first, second) if fact.cross)
     elif first.chunk == second.chunk:
         kind = "two_hop_chunk"
-    return [Question(kind, text, second.value.name, (first, second), first.subject, guess, first.value, competing)]
+    return [Question(kind, text, second.value.name, (first, second), first.subject, guess, steps, competing)]
 
 
 def _comparisons(rng: random.Random, story: Story, split: Split, num: int) -> list[Question]:
@@ -113,10 +114,9 @@ def _comparisons(rng: random.Random, story: Story, split: Split, num: int) -> li
             first, second = (early, late) if rng.random() < 0.5 else (late, early)
             text = phrase(rng, template, split, A=first.subject.name, B=second.subject.name)
             winner = early if smaller_wins else late
-            same_ending = first.subject.words[-1] == second.subject.words[-1]
-            seen = second if same_ending or rng.random() < 0.5 else first
+            steps = ((early.subject, early.value), (late.subject, late.value))
             questions.append(
-                Question("comparison", text, winner.subject.name, (early, late), seen.subject, 0.5, seen.value)
+                Question("comparison", text, winner.subject.name, (early, late), first.subject, 0.5, steps)
             )
     return questions
 

@@ -36,6 +36,7 @@ class RowPlan:
     far: float = 0.0  # share of rows whose chunks stand far apart in position
     induction: float = 0.0  # share of repeated random words
     pairs: float = 0.0  # share of bare "name value." lists
+    dates: float = 0.0  # share of stories that give many years and are asked to compare them
     easy: bool = False  # one relation per story, no references
     one_hops: float = 1.0  # share of one-hop questions kept
 
@@ -151,7 +152,8 @@ class RowMaker:
         """A story and a draw of its questions."""
         rng, special = self.rng, self.special
         while True:
-            story = tell(rng, self.story_plan(plan), "train")
+            dates = rng.random() < plan.dates
+            story = tell(rng, self.dates_plan(plan) if dates else self.story_plan(plan), "train")
             ids = [special[BOS]] if rng.random() < 0.9 else []
             if ids and rng.random() < 0.3:
                 ids += [special[SYSTEM], *self.ids(rng.choice(SYSTEM_TEXTS))]
@@ -164,26 +166,25 @@ class RowMaker:
                 break
         groups, middles = [NONE] * len(ids), []
         borders.append((len(ids), True))
-        for question in self.draw(story, plan):
+        for question in self.draw(story, plan, dates):
             asked, answer = encode(self.tokenizer, question.text), self.ids(question.answer)
             if len(ids) + len(asked) + len(answer) + 3 > plan.length + 1:
                 continue
-            if question.middle is not None:
-                middles.append((len(ids) + 1 + _last(asked, self.ids(question.subject.name)[-1]), self.mark(question)))
+            for subject, known in question.steps:
+                middles.append((len(ids) + 1 + _last(asked, self.ids(subject.name)[-1]), self.ids(known.name)[0]))
             ids += [special[QUESTION], *asked, special[ANSWER], *answer, special[EOS]]
             groups += [NONE] * (len(asked) + 2)
             groups += [GROUP.get(question.kind, TWO_HOP)] * len(answer) + [STOP]
         return _Row(ids, groups, middles, borders)
 
-    def mark(self, question: Question) -> int:
-        """The word that the state at the subject's name should hold half way: the entity between two hops."""
-        assert question.middle is not None
-        return self.ids(question.middle.name)[0]
-
-    def draw(self, story: Story, plan: RowPlan) -> list[Question]:
+    def draw(self, story: Story, plan: RowPlan, dates: bool) -> list[Question]:
         """The story's questions in random order, hard kinds first more often, unguessable ones mostly."""
         rng = self.rng
-        kept = [q for q in all_questions(rng, story, "train") if q.guess < 1 or rng.random() < 0.25]
+        num_comparisons = plan.length // 24 if dates else 6
+        kept = [q for q in all_questions(rng, story, "train", num_comparisons) if q.guess < 1 or rng.random() < 0.25]
+        if dates:
+            kept = [q for q in kept if q.kind in ("one_hop", "comparison") and rng.random() < 0.9]
+            return sorted(kept, key=lambda q: -(rng.random() ** (1 / (6 if q.kind == "comparison" else 1))))
         kept = [q for q in kept if q.kind != "one_hop" or rng.random() < plan.one_hops]
         if plan.easy:
             kept = [q for q in kept if q.kind == "one_hop"]
@@ -197,16 +198,26 @@ class RowMaker:
             allowed = {name: [rng.choice(relations)] for name, relations in world.SUBJECTS.items()}
             return Plan((1,) * rng.randint(2, 4), (1, 1), allowed, {kind: 1.0}, cross=0, inside=0, new=0.95)
         sentences = max(2, round(plan.length * rng.uniform(0.25, 0.8) / 11))
-        per_chunk = rng.choice((1, 2, 2, 3) if plan.length < 512 else (3, 5, 7, 9))
-        num_chunks = max(1, min(24, round(sentences / per_chunk)))
+        per_chunk = rng.choice((1, 2, 2, 3) if plan.length < 512 else (3, 5, 7, 10, 14))
+        num_chunks = max(1, min(max(24, plan.length // 64), round(sentences / per_chunk)))
         allowed, weights = focus(rng, (1, 2, 2) if plan.length < 512 else (2, 3, 4))
-        if rng.random() < 0.05:  # many dates, to learn their order
-            allowed, weights = {"company": [world.RELATIONS["found"]]}, {"company": 1.0}
         return Plan(
             run_lengths(rng, num_chunks), (max(1, per_chunk - 1), per_chunk + 1), allowed, weights,
             cross=rng.choice((0.3, 0.5, 0.7)), inside=rng.choice((0.2, 0.5)), new=rng.choice((0.2, 0.3, 0.5)),
             chain=0.8, filler=rng.choice((0, 0, 0, 0.2)), title=rng.choice((0, 0.3, 0.6)),
             compound=rng.choice((0, 0.15, 0.3)), plain=rng.choice((0.7, 0.95)),
+        )  # fmt: skip
+
+    def dates_plan(self, plan: RowPlan) -> Plan:
+        """Companies and the years they were founded in, with some other facts between: to learn the order of years."""
+        rng = self.rng
+        sentences = max(3, round(plan.length * rng.uniform(0.2, 0.5) / 10))
+        per_chunk = rng.choice((1, 2, 3, 5))
+        others = rng.choice(([], [], [world.RELATIONS["make"]], [world.RELATIONS["base"]]))
+        return Plan(
+            run_lengths(rng, max(1, round(sentences / per_chunk))), (per_chunk, per_chunk + 1),
+            {"company": [world.RELATIONS["found"], *others]}, {"company": 1.0},
+            cross=0.0, inside=0.2, new=0.8, filler=rng.choice((0, 0, 0.2)), title=0.1, plain=0.9,
         )  # fmt: skip
 
 

@@ -33,11 +33,13 @@ from ragblend.demo.model import (
     load_shipped,
     mimetic_init,
     num_parameters,
+    order_words,
     rope,
 )
 from ragblend.demo.optim import Muon
 from ragblend.demo.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP, Batch, RowMaker, RowPlan
-from ragblend.demo.tokenizer import build_tokenizer
+from ragblend.demo.tokenizer import build_tokenizer, encode
+from ragblend.demo.vocab import YEARS
 
 LOSS_WEIGHTS = {TEXT: 0.05, SINGLE: 1.0, STOP: 0.1, REPEAT: 0.5, TWO_HOP: 1.0, COMPARE: 0.5, GAP: 0.5}
 NAMES = {SINGLE: "single", TWO_HOP: "two_hop", COMPARE: "comparison", GAP: "not_stated", REPEAT: "repeat"}
@@ -48,24 +50,36 @@ WARM_STEPS, COOL_SHARE = 30, 0.65
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Rows to train on (with weights), the share of the time it ends at, and the accuracy that ends it sooner."""
+    """Rows to train on (with weights), its share of the time, and the accuracy that ends it sooner."""
 
     name: str
     rows: tuple[tuple[RowPlan, float], ...]
-    until: float
+    share: float
     promote: float = 2.0
     copy_layers: bool = False  # before the stage: layers 2 and 3 attend as layers 0 and 1
+    order_years: bool = False  # before the stage: a direction of the embedding says how late a year is
 
 
-FAR = RowPlan(384, far=0.4, one_hops=0.5)
 STAGES = (
-    Stage("pairs", ((RowPlan(64, induction=0.35, pairs=0.33, easy=True), 1.0),), 0.2, promote=0.9),
-    Stage("short", ((RowPlan(96), 1.0),), 0.25, promote=0.85),
-    Stage("stories", ((RowPlan(256), 1.0),), 0.35, promote=0.9),
-    Stage("hops", ((RowPlan(256, one_hops=0.5), 1.0),), 0.55, copy_layers=True),
-    Stage("far", ((FAR, 1.0),), 0.65),
-    Stage("long", ((FAR, 0.6), (RowPlan(1024, far=0.3, one_hops=0.4), 0.4)), 1.0),
-)
+    Stage("pairs", ((RowPlan(64, induction=0.35, pairs=0.33, easy=True), 1.0),), 0.12, promote=0.9),
+    Stage("short", ((RowPlan(96), 1.0),), 0.05, promote=0.85),
+    Stage("stories", ((RowPlan(256), 1.0),), 0.1, promote=0.9),
+    Stage("hops", ((RowPlan(256, one_hops=0.5), 1.0),), 0.15, copy_layers=True),
+    Stage("dates", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.35), 1.0),), 0.12, order_years=True),
+    Stage("far", ((RowPlan(384, far=0.4, one_hops=0.5, dates=0.15), 0.6),
+                  (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.4)), 0.16),
+    Stage("long", ((RowPlan(384, far=0.3, one_hops=0.5, dates=0.12), 0.45),
+                   (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.3),
+                   (RowPlan(1024, far=0.2, one_hops=0.4, dates=0.1), 0.21),
+                   (RowPlan(4352, one_hops=0.4, dates=0.05), 0.04)), 0.3),
+)  # fmt: skip
+
+
+def stage_ends(first: int) -> list[float]:
+    """Progress at which each stage ends when training begins at stage `first`."""
+    total = sum(stage.share for stage in STAGES[first:])
+    done = [sum(stage.share for stage in STAGES[first : last + 1]) for last in range(len(STAGES))]
+    return [share / total for share in done]
 
 
 class Trainer:
@@ -84,7 +98,7 @@ class Trainer:
         self.muon = Muon(matrices, MATRIX_LR)
         self.adam = torch.optim.AdamW(self.others, lr=EMBEDDING_LR, betas=(0.9, 0.98), weight_decay=0.0)
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
-        self.stage = self.step = self.num_tokens = self.warm_from = 0
+        self.first_stage = self.stage = self.step = self.num_tokens = self.warm_from = 0
         self.spent_s = 0.0
         self.recent: list[dict[str, float]] = []
 
@@ -93,7 +107,7 @@ class Trainer:
         state = {
             "model": self.model.state_dict(), "config": asdict(self.config), "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(), "rng": self.maker.rng.getstate(), "torch_rng": torch.get_rng_state(),
-            "place": [self.stage, self.step, self.num_tokens, self.warm_from, self.spent_s],
+            "place": [self.first_stage, self.stage, self.step, self.num_tokens, self.warm_from, self.spent_s],
         }  # fmt: skip
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -106,7 +120,8 @@ class Trainer:
         self.adam.load_state_dict(state["adam"])
         self.maker.rng.setstate(state["rng"])
         torch.set_rng_state(state["torch_rng"])
-        self.stage, self.step, self.num_tokens, self.warm_from, self.spent_s = state["place"]
+        place = state["place"]
+        self.first_stage, self.stage, self.step, self.num_tokens, self.warm_from, self.spent_s = place
 
     def warm_start(self, weights: Path, stage: str) -> None:
         """Take the weights of an earlier training (a checkpoint file, or an exported directory), begin at `stage`."""
@@ -114,7 +129,8 @@ class Trainer:
             self.model.load_state_dict(load_shipped(weights).state_dict())
         else:
             self.model.load_state_dict(torch.load(weights, weights_only=True)["model"])
-        self.stage = [candidate.name for candidate in STAGES].index(stage)
+        self.first_stage = [candidate.name for candidate in STAGES].index(stage)
+        self.enter(self.first_stage)
 
     @property
     def progress(self) -> float:
@@ -151,14 +167,23 @@ class Trainer:
         """Enter the next stage when this one's time is up or its accuracy is reached."""
         stage, window = STAGES[self.stage], self.recent[-50:]
         single = sum(record.get("single", 0.0) for record in window) / len(window)
-        if self.progress < stage.until and not (len(self.recent) >= 50 and single > stage.promote):
+        until = stage_ends(self.first_stage)[self.stage]
+        if self.progress < until and not (len(self.recent) >= 50 and single > stage.promote):
             return
         self.log()
-        self.stage += 1
-        self.recent, self.warm_from = [], self.step
-        if self.stage < len(STAGES) and STAGES[self.stage].copy_layers:
+        if self.stage + 1 == len(STAGES):
+            self.stage += 1
+            return
+        self.enter(self.stage + 1)
+
+    def enter(self, stage: int) -> None:
+        """Begin a stage, with what it changes in the model."""
+        self.stage, self.recent, self.warm_from = stage, [], self.step
+        if STAGES[stage].copy_layers:
             copy_attention(self.model, 0, 2, 0.7)
             copy_attention(self.model, 1, 3, 0.7)
+        if STAGES[stage].order_years:
+            order_words(self.model, [encode(self.tokenizer, year)[0] for year in YEARS])
 
     def rate(self) -> float:
         """Factor of the learning rates: a short rise at each stage, a linear fall at the end."""
