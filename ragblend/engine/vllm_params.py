@@ -1,0 +1,165 @@
+"""What a request tells the vLLM connector, and what the connector tells back: `kv_transfer_params["ragblend"]`.
+
+Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
+
+    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [516, 990]],
+               "namespace": "", "seed": 0}
+    response  {"version": 1, "mode": "blend", "rule": "cacheblend_k", "ratio": 0.15, "num_chunks": 2, ...}: VllmReport
+
+`spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix. Keys are
+never sent: the connector computes them from the ids. All fields but `mode` and `spans` have defaults.
+
+- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed.
+- "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
+- "ingest": one span, with at least one id after it (any: vLLM must have a token to sample from). The span is computed
+  behind the ids before it, and stored. Ask for one token and ignore it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from ragblend.errors import UsageError
+
+PARAMS_KEY = "ragblend"
+"""The key in vLLM's `kv_transfer_params`, in both directions."""
+PARAMS_VERSION = 1
+
+VllmMode = Literal["blend", "reuse", "full", "prefix", "ingest"]
+VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
+
+
+@dataclass(frozen=True, slots=True)
+class BlendParams:
+    """One request's wishes. Checked at birth as far as that goes without the prompt; see `check_length`."""
+
+    mode: VllmMode = "blend"
+    rule: str = "auto"
+    ratio: float | None = None  # share of chunk tokens to recompute; None is the server's default
+    spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
+    namespace: str = ""
+    seed: int = 0  # of the rule "random"
+    version: int = PARAMS_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PARAMS_VERSION:
+            raise UsageError(f"ragblend parameters have version {self.version!r}; this server reads {PARAMS_VERSION}")
+        if self.mode not in VLLM_MODES:
+            raise UsageError(f"mode is {self.mode!r}; choose one of {', '.join(VLLM_MODES)}")
+        if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
+            raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
+        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
+            raise UsageError(f"ratio is {self.ratio!r}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        if not _is_int(self.seed):
+            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
+        for span in self.spans:
+            if len(span) != 2 or not all(map(_is_int, span)) or not 0 <= span[0] < span[1]:
+                raise UsageError(f"span {span!r} is not [start, end) with 0 <= start < end")
+        for (_, end), (start, _) in pairwise(self.spans):
+            if start < end:
+                raise UsageError(f"a span starts at {start}, before the one in front of it ends at {end}")
+        if self.mode == "ingest" and len(self.spans) != 1:
+            raise UsageError(f"mode 'ingest' takes exactly one span, {len(self.spans)} given")
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise UsageError where the spans do not fit a prompt of `num_tokens`."""
+        if self.spans and self.spans[-1][1] > num_tokens:
+            raise UsageError(f"the last span ends at {self.spans[-1][1]}, the prompt has {num_tokens} tokens")
+        if self.mode == "ingest" and self.spans[0][1] == num_tokens:
+            raise UsageError("mode 'ingest' needs at least one token after the span; append any")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The value of `kv_transfer_params["ragblend"]`, plain JSON values."""
+        return {**asdict(self), "spans": [list(span) for span in self.spans]}
+
+
+def parse_params(raw: object) -> BlendParams:
+    """The parameters in `kv_transfer_params["ragblend"]`. Raises UsageError, and nothing else, whatever `raw` is.
+
+    >>> parse_params({"mode": "reuse", "spans": [[1, 4]]}).spans
+    ((1, 4),)
+    """
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"ragblend parameters are {type(raw).__name__}; send an object such as {{'mode': 'blend'}}")
+    unknown = sorted(str(name) for name in raw if name not in {field.name for field in fields(BlendParams)})
+    if unknown:
+        raise UsageError(f"unknown ragblend parameters: {', '.join(unknown)}")
+    values = dict(raw)
+    spans = values.get("spans", ())
+    if not _is_list(spans) or not all(map(_is_list, spans)):
+        raise UsageError(f"spans are {spans!r}; send a list of [start, end) pairs of token positions")
+    values["spans"] = tuple(tuple(span) for span in spans)
+    return BlendParams(**values)
+
+
+@dataclass(slots=True)
+class VllmReport:
+    """What the connector did for one request; names and meanings as in `report.BlendReport`. Durations in seconds."""
+
+    mode: str
+    rule: str = "none"
+    ratio: float = 0.0
+    num_chunks: int = 0
+    num_chunk_hits: int = 0
+    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used as it is, a stored prefix included
+    num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
+    num_prefix_tokens: int = 0  # prefix tokens whose KV came from the store, exactly
+    num_damaged_entries: int = 0
+    charged_budget: float = 0.0
+    charged_budget_32: float = 0.0
+    load_s: float = 0.0  # reading and placing stored KV
+    stall_s: float = 0.0  # the part of load_s that fusing had to wait for
+    fuse_s: float = 0.0  # computing, waiting for turns between slices left out
+    prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
+    refused_reason: str | None = None  # why the request was served by ordinary prefill
+    version: int = PARAMS_VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def report_from(kv_transfer_params: Mapping[str, Any] | None) -> VllmReport | None:
+    """The connector's report in a response's `kv_transfer_params`; None where there is none this version reads."""
+    raw = (kv_transfer_params or {}).get(PARAMS_KEY)
+    if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or "mode" not in raw:
+        return None
+    known = {field.name for field in fields(VllmReport)}
+    return VllmReport(**{name: value for name, value in raw.items() if name in known})
+
+
+def spans_between(token_ids: Sequence[int], separator_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Chunks' spans in a prompt that marks them with a separator: `prefix S chunk S chunk S question`.
+
+    What stands between two separators is a chunk, what comes before the first the prefix. Nothing but the separator
+    belongs to no chunk, so a chunk is the same wherever it stands. Fewer than two separators mark nothing.
+
+    >>> spans_between([7, 0, 8, 9, 0, 5, 0, 6], [0])
+    ((2, 4), (5, 6))
+    """
+    size = len(separator_ids)
+    if not size:
+        return ()
+    wanted, starts, position = list(separator_ids), [], 0
+    while position + size <= len(token_ids):
+        if list(token_ids[position : position + size]) == wanted:
+            starts.append(position)
+            position += size
+        else:
+            position += 1
+    return tuple((left + size, right) for left, right in pairwise(starts) if left + size < right)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
