@@ -94,7 +94,7 @@ class BlendModel(BaseModel):
 
     model: str = "demo"
     store: Any = None
-    backend: str = "transformers"
+    backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
     dtype: str = "auto"
     device: str = "auto"
     system: str | None = None  # chunks are precomputed behind it, and it opens every prompt without a system message
@@ -109,8 +109,9 @@ class BlendModel(BaseModel):
     seed: int | None = None
     stop: list[str] | None = None
     timeout: float | None = None  # seconds for a whole answer
-    max_retries: int | None = None  # accepted for drop-in use: an engine in this process has nothing to retry
-    api_key: Any = Field(default=None, exclude=True, repr=False)  # accepted for drop-in use, and not kept
+    max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
+    api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
+    vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
     separator: str | None = None
     strict: bool = False
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
@@ -119,7 +120,7 @@ class BlendModel(BaseModel):
     def model_post_init(self, context: Any, /) -> None:
         """Check the settings, then load or share the engine."""
         super().model_post_init(context)
-        self.api_key = None
+        key, self.api_key = self.api_key, None
         _check(self)
         if self.engine is None:
             self.engine = share_engine(
@@ -131,6 +132,7 @@ class BlendModel(BaseModel):
                 system=self.system,
                 namespace=self.namespace,
                 on_miss=self.on_miss,
+                **_backend_options(self, key),
             )
         else:
             _CLOSE_AT_EXIT.add(self.engine)
@@ -277,6 +279,14 @@ def _check(settings: Any) -> None:
         check_separator(settings.separator)
 
 
+def _backend_options(model: BlendModel, api_key: Any) -> dict[str, Any]:
+    """What `load_engine` takes beside the ordinary, for this backend."""
+    if model.backend.startswith(("http://", "https://")):
+        secret = getattr(api_key, "get_secret_value", lambda: api_key)()
+        return {"api_key": secret or None, "max_retries": model.max_retries}
+    return {"vllm_options": model.vllm_options} if model.vllm_options else {}
+
+
 def _chunk(segment: Any) -> Chunk:
     from ragblend.precompute import as_chunk
 
@@ -339,14 +349,15 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
     from ragblend.engine import load_engine
 
     if store is not None and not isinstance(store, str | Path):
-        own = load_engine(model, store, **options)
+        own: Engine = load_engine(model, store, **options)
         _CLOSE_AT_EXIT.add(own)
         return own
-    key = (model, str(Path(store).resolve()) if store is not None else None, *sorted(options.items()))
+    key = (model, str(Path(store).resolve()) if store is not None else None, repr(sorted(options.items())))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None:
-            engine = _ENGINES[key] = load_engine(model, store, **options)
+            loaded: Engine = load_engine(model, store, **options)
+            engine = _ENGINES[key] = loaded
             _CLOSE_AT_EXIT.add(engine)
         return engine
 

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragblend.engine.generation import Conversation, GenerationStream
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.generation import Conversation
+from ragblend.engine.protocols import Engine, Stream
 from ragblend.errors import PromptTooLongError
 from ragblend.segments import Message, Part, SegmentedPrompt
 
@@ -18,9 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class ChatSession:
-    """Turns so far and their KV. `stream` asks the next question; the answer joins the conversation when it ends."""
+    """Turns so far and their KV. `stream` asks the next question; the answer joins the conversation when it ends.
 
-    def __init__(self, engine: TransformersEngine, system: str | None = None) -> None:
+    An engine without `keeps_conversations` (vLLM) gets the whole conversation each time and fuses its chunks again.
+    """
+
+    def __init__(self, engine: Engine, system: str | None = None) -> None:
         self._engine = engine
         self._messages: list[Message] = [Message("system", (system,))] if system else []
         self._conversation = Conversation()
@@ -37,14 +40,17 @@ class ChatSession:
         new = tuple(part for part in turn.parts if isinstance(part, str) or part.text not in seen)
         asked = Message("user", new)
         prompt = SegmentedPrompt.from_messages([*self._messages, asked])
+        if getattr(self._engine, "keeps_conversations", False):
+            generation = {**generation, "conversation": self._conversation}
         try:
-            stream = self._engine.stream(prompt, conversation=self._conversation, **generation)
+            stream = self._engine.stream(prompt, **generation)
         except PromptTooLongError:
             if not any(message.role == "assistant" for message in self._messages):
                 raise
             log.warning("the conversation no longer fits the model's context; earlier turns are forgotten")
             self._messages = [message for message in self._messages if message.role == "system"]
             self._conversation = Conversation()
+            generation.pop("conversation", None)
             return self.stream(chunks, question, **generation)
         return ChatTurn(self, asked, stream)
 
@@ -54,9 +60,9 @@ class ChatSession:
 
 
 class ChatTurn:
-    """One answer in the making, as GenerationStream; joins its session when it has ended."""
+    """One answer in the making, as the engine's stream; joins its session when it has ended."""
 
-    def __init__(self, session: ChatSession, asked: Message, stream: GenerationStream) -> None:
+    def __init__(self, session: ChatSession, asked: Message, stream: Stream) -> None:
         self._session = session
         self._asked = asked
         self._stream = stream

@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 
 from ragblend.cli_support import (
+    BackendOption,
     DeviceOption,
     DtypeOption,
     EmbedderOption,
@@ -71,6 +72,7 @@ app.add_typer(bench_app, name="bench")
 def ingest(
     paths: Annotated[list[str], typer.Argument(help="Files or folders: txt, md, html, csv, json, jsonl, pdf.")],
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Most tokens per chunk.")] = None,
@@ -108,6 +110,7 @@ def ingest(
 @app.command()
 def precompute(
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     system: SystemOption = None,
@@ -136,6 +139,7 @@ def precompute(
 def remove(
     document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     system: SystemOption = None,
@@ -157,6 +161,7 @@ def remove(
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     mode: ModeOption = None,
@@ -204,6 +209,7 @@ def ask(
 @app.command()
 def chat(
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     mode: ModeOption = None,
@@ -312,6 +318,7 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
 @app.command()
 def verify(
     model: ModelOption = None,
+    backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
@@ -378,6 +385,56 @@ def doctor(
     print_result({"checks": [check._asdict() for check in checks]}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],
+    store: StoreOption = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Clients must send it.")
+    ] = None,
+    rule: RuleOption = None,
+    ratio: RatioOption = None,
+    separator: Annotated[
+        str | None, typer.Option("--separator", help="Text that plain clients put around chunks in their prompts.")
+    ] = None,
+    separator_end: Annotated[
+        str | None, typer.Option("--separator-end", help="Ends the last chunk, where --separator opens each.")
+    ] = None,
+    system: SystemOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: RemoteCodeOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
+) -> None:
+    """Start vLLM's OpenAI-compatible server with chunk KV from a store. Further flags go to vLLM as they are."""
+    settings = settings_from(locals())
+    from ragblend.serve import ServeOptions, prepare
+    from ragblend.serve import serve as run
+
+    options = ServeOptions(
+        model=model,
+        store=settings.store,
+        host=host,
+        port=port,
+        api_key=api_key,
+        dtype=settings.dtype,
+        ratio=settings.ratio,
+        rule=rule,
+        separator=separator,
+        separator_end=separator_end,
+        system=settings.system,
+        memory_gib=settings.memory_gib,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    if dry_run:
+        print(prepare(options, context.args).shown())
+        return
+    err.print(f"starting vLLM with {model} and the store {settings.store}; clients: --backend http://{host}:{port}")
+    run(options, context.args)
 
 
 @app.command()

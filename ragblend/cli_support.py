@@ -22,7 +22,7 @@ from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.engine.protocols import Engine
     from ragblend.index import ChunkIndex, SearchHit
 
 SCHEMA_VERSION = 1
@@ -34,6 +34,9 @@ out = Console(highlight=False, soft_wrap=True)
 # -- options
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a Hugging Face id or a local path.")]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="transformers, vllm, or a server's http://HOST:PORT (ragblend serve).")
+]
 IndexOption = Annotated[str | None, typer.Option("--index", help="Directory of the index.")]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Directory of the KV store.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
@@ -69,15 +72,16 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def open_engine(settings: Settings, *, new_model: bool = False) -> TransformersEngine:
+def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     """The engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
     from ragblend.engine import load_engine
 
-    if not new_model and not Path(settings.store).is_dir():
+    if not new_model and not settings.is_served and not Path(settings.store).is_dir():
         raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
     return load_engine(
         settings.model,
         settings.store,
+        backend=settings.backend,
         dtype=settings.dtype,
         device=settings.device,
         system=settings.system,
@@ -88,7 +92,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> TransformersE
     )
 
 
-def open_index_of(settings: Settings, engine: TransformersEngine) -> ChunkIndex:
+def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
     """The index that the settings name, checked against the engine's tokenizer."""
     from ragblend.precompute import open_engine_index
 
@@ -125,7 +129,7 @@ def generation_options(settings: Settings, temperature: float) -> dict[str, Any]
 
 
 def answer_question(
-    engine: TransformersEngine,
+    engine: Engine,
     hits: Sequence[SearchHit],
     question: str,
     settings: Settings,

@@ -19,6 +19,7 @@ class Settings:
     """What every command and `load_engine` can be told. Paths are relative to the working directory."""
 
     model: str = "demo"  # "demo", a Hugging Face id or a local path
+    backend: str = "transformers"  # transformers, vllm, or the address of a server: http://HOST:PORT
     dtype: str = "auto"  # auto (the checkpoint's, float32 on CPU), float32, bfloat16, float16
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     index: str = "ragblend-data/index"
@@ -47,6 +48,8 @@ class Settings:
             raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")
         if self.memory_gib < 0:
             raise UsageError(f"memory_gib is {self.memory_gib}; choose 0 (no memory tier) or more")
+        if self.backend not in ("transformers", "vllm") and not self.is_served:
+            raise UsageError(f"backend is {self.backend!r}; choose transformers, vllm or a server's http://HOST:PORT")
         for name, known in (
             ("mode", ("blend", "full", "prefix", "reuse")),
             ("order", ("score", "document")),
@@ -54,6 +57,11 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the backend is a server: the KV store is then the server's."""
+        return self.backend.startswith(("http://", "https://"))
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.protocols import KVStore
+    from ragblend.engine.protocols import Engine, KVStore
     from ragblend.engine.store import TieredStore
     from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.engine.vllm_client import VllmClient
+    from ragblend.engine.vllm_engine import VllmEngine
 
 GIB = 1 << 30
 
@@ -32,6 +35,44 @@ def open_store(path: str | Path, *, memory_gib: float = 2.0, create: bool = True
     return TieredStore(MemoryStore(int(memory_gib * GIB)), disk)
 
 
+@overload
+def load_engine(
+    model: str = "demo",
+    store: str | Path | KVStore | None = None,
+    *,
+    backend: Literal["transformers"] = "transformers",
+    dtype: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+    namespace: str = "",
+    on_miss: str = "store",
+    memory_gib: float = 2.0,
+    new_model: bool = False,
+    trust_remote_code: bool = False,
+) -> TransformersEngine: ...
+
+
+@overload
+def load_engine(
+    model: str = "demo",
+    store: str | Path | KVStore | None = None,
+    *,
+    backend: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+    namespace: str = "",
+    on_miss: str = "store",
+    memory_gib: float = 2.0,
+    new_model: bool = False,
+    trust_remote_code: bool = False,
+    vllm_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_retries: int | None = None,
+) -> Engine: ...
+
+
 def load_engine(
     model: str = "demo",
     store: str | Path | KVStore | None = None,
@@ -45,15 +86,38 @@ def load_engine(
     memory_gib: float = 2.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
-) -> TransformersEngine:
+    vllm_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_retries: int | None = None,
+) -> Engine:
     """A model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
+
+    `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
+    server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
+    and `dtype` and `device` are the server's too. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
     """
+    if backend.startswith(("http://", "https://")):
+        if dtype != "auto" or device != "auto" or vllm_options:
+            raise UsageError(f"dtype, device and vllm_options are set where the server starts, not with {backend}")
+        asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
+        return _load_client(
+            model, store, backend, {name: value for name, value in asked.items() if value is not None},
+            {"system": system, "namespace": namespace, "on_miss": on_miss}, trust_remote_code,
+        )  # fmt: skip
+    if backend == "vllm":
+        if device != "auto":
+            raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
+        return _load_vllm(
+            model, store, dtype, vllm_options or {}, memory_gib,
+            {"system": system, "namespace": namespace, "on_miss": on_miss}, new_model, trust_remote_code,
+        )  # fmt: skip
     if backend != "transformers":
-        raise UsageError(f"backend is {backend!r}; choose 'transformers'")
+        raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
     from ragblend.engine.kv import dtype_name
     from ragblend.engine.store import MemoryStore
     from ragblend.engine.transformers_engine import TransformersEngine
@@ -70,7 +134,7 @@ def load_engine(
     if isinstance(store, str | Path):
         dtype = dtype_name(layers.dtype)
         facts: dict[str, str | int] = {"model": loaded.name, "dtype": dtype, "num_layers": layers.num_layers}
-        _register(Path(store), loaded.fingerprint, facts, new_model)
+        register_model(Path(store), loaded.fingerprint, facts, new_model)
     segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
     return TransformersEngine(
         layers,
@@ -84,8 +148,80 @@ def load_engine(
     )
 
 
-def _register(path: Path, fingerprint: str, facts: dict[str, str | int], new_model: bool) -> None:
-    """Note in the store whose KV it holds; refuse one that holds only other models'."""
+def _load_client(
+    model: str,
+    store: str | Path | KVStore | None,
+    url: str,
+    connection: dict[str, Any],
+    options: dict[str, Any],
+    trust_remote_code: bool,
+) -> VllmClient:
+    """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
+    from ragblend.engine.transformers_model import load_tokenizer
+    from ragblend.engine.vllm_client import Connection, VllmClient, server_facts
+    from ragblend.segments import Segmenter, prompt_format
+
+    if store is not None and not isinstance(store, str | Path):
+        raise UsageError(f"store is a {type(store).__name__}; with {url} the store is the server's, give a directory")
+    opened = Connection(url, **connection)
+    try:
+        facts = server_facts(opened)
+        tokenizer, path = load_tokenizer(model, trust_remote_code)
+        if model not in (facts.model, facts.root):
+            raise StoreMismatchError(
+                f"the server at {url} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+            )
+        segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+        root = Path(store) if store is not None else None
+        return VllmClient(opened, facts, segmenter, name=model, root=root, **options)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _load_vllm(
+    model: str,
+    store: str | Path | KVStore | None,
+    dtype: str,
+    vllm_options: Mapping[str, Any],
+    memory_gib: float,
+    options: dict[str, Any],
+    new_model: bool,
+    trust_remote_code: bool,
+) -> VllmEngine:
+    """An engine with vLLM in this process."""
+    from tempfile import TemporaryDirectory
+
+    from ragblend.engine.transformers_model import load_tokenizer
+    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.engine.vllm_launch import find_checkpoint, require_vllm, transfer_config
+    from ragblend.segments import Segmenter, prompt_format
+
+    if store is not None and not isinstance(store, str | Path):
+        raise UsageError(
+            f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
+        )
+    require_vllm()
+    checkpoint = find_checkpoint(model, dtype, trust_remote_code)
+    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
+    root = place if isinstance(place, Path) else Path(place.name)
+    facts: dict[str, str | int] = {
+        "model": checkpoint.name, "dtype": checkpoint.dtype, "num_layers": checkpoint.num_layers
+    }  # fmt: skip
+    register_model(root, checkpoint.fingerprint, facts, new_model)
+    transfer = transfer_config(
+        root, model=model, system=options["system"], memory_gib=memory_gib, trust_remote_code=trust_remote_code
+    )
+    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    return VllmEngine(
+        checkpoint, segmenter, transfer, place,
+        vllm_options=vllm_options, trust_remote_code=trust_remote_code, **options,
+    )  # fmt: skip
+
+
+def register_model(path: Path, fingerprint: str, facts: dict[str, str | int], new_model: bool) -> None:
+    """Note in the store at `path` whose KV it holds; refuse one that holds only other models', unless `new_model`."""
     from ragblend.engine.disk import DiskStore
 
     disk = DiskStore(path)

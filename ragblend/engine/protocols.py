@@ -1,14 +1,15 @@
 """The seams: what a store and a model must offer to the fusor and the engines, and who owns the memory.
 
 Small Protocols, no inheritance. Implementations: `store`, `disk` (KVStore), `loader` (LayerSource),
-`transformers_layers` (LayerwiseModel), `transformers_engine` (Engine).
+`transformers_layers` (LayerwiseModel), `transformers_engine`, `vllm_engine`, `vllm_client` (Engine).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class KVStore(Protocol):
 
 class FusedLayers(Protocol):
     """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order."""
+
+    length: int  # rows that are valid in every layer
 
     def keys(self, layer: int) -> Tensor: ...  # [H, capacity, D], rotated to their positions
     def values(self, layer: int) -> Tensor: ...  # [H, capacity, D]
@@ -138,6 +141,8 @@ class Engine(Protocol):
         recompute_ratio: float | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Generation: ...
     def stream(
@@ -149,6 +154,12 @@ class Engine(Protocol):
         recompute_ratio: float | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Stream: ...
     def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

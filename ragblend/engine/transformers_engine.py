@@ -52,6 +52,8 @@ class TransformersEngine:
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
     """
 
+    keeps_conversations = True  # `stream` takes `conversation=`
+
     def __init__(
         self,
         layers: TransformersLayers,

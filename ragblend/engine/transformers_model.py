@@ -77,7 +77,7 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remo
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> tuple[Any, Path]:
     """The tokenizer of `model` and the checkpoint's directory, without its weights."""
-    path = find_model(model)
+    path = find_model(model, weights=False)
     from transformers import AutoTokenizer
 
     try:
@@ -108,8 +108,11 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
     return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {config.max_position_embeddings} tokens of context"
 
 
-def find_model(model: str) -> Path:
-    """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id."""
+def find_model(model: str, weights: bool = True) -> Path:
+    """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id.
+
+    Without `weights` only the tokenizer and the configuration are downloaded.
+    """
     if model == DEMO:
         return Path(str(files("ragblend") / "demo" / "weights"))
     path = Path(model).expanduser()
@@ -123,8 +126,8 @@ def find_model(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        patterns = ["*.json", "*.model", "*.jinja", "*.txt"]
+        return Path(snapshot_download(model, allow_patterns=[*patterns, "*.safetensors"] if weights else patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
             f"model {model!r} is neither here nor on Hugging Face ({type(error).__name__}). "
@@ -145,6 +148,11 @@ def architecture(config: Any) -> dict[str, Any]:
     """The config fields that decide what KV the weights compute, as plain JSON values."""
     values = json.loads(config.to_json_string(use_diff=False))
     return {name: values[name] for name in ARCHITECTURE_FIELDS if values.get(name) is not None}
+
+
+def choose_dtype(dtype: str, config: Any, device: str = "auto") -> torch.dtype:
+    """The dtype a model computes in; "auto" is the checkpoint's own, or float32 on a CPU."""
+    return _dtype(dtype, config, _device(device))
 
 
 def _device(device: str) -> torch.device:

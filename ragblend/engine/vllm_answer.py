@@ -1,0 +1,365 @@
+"""What both vLLM engines share: a prompt to token ids and parameters, tokens back to text and a report.
+
+`VllmBase` is the Engine without a way to reach vLLM; `vllm_client` (over HTTP) and `vllm_engine` (in this process) add
+that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
+
+Knows segments, reports and the connector's parameters. Knows neither HTTP nor vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from ragblend.engine.decoding import Sampling, StopScanner
+from ragblend.engine.generation import Backfill
+from ragblend.engine.keys import chunk_key
+from ragblend.engine.protocols import KVStore
+from ragblend.engine.report import MODES, BlendReport, ChunkReport, FinishReason, Generation, Mode, PrefixMatch
+from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport
+from ragblend.errors import PromptTooLongError, RagblendError, UsageError
+from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStream, TokenizedPrompt
+
+log = logging.getLogger(__name__)
+
+_INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRequest:
+    """One prompt as vLLM gets it, and how its answer is to be read."""
+
+    prompt: TokenizedPrompt
+    params: BlendParams
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any]:
+        """What goes to the connector."""
+        return {PARAMS_KEY: self.params.as_dict()}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came from vLLM in one step. `finish_reason` is set on the last; `report` where the connector sent one."""
+
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    report: VllmReport | None = None
+
+
+@dataclass(slots=True)
+class Facts:
+    """What an engine must know of its model. `stop_ids` end an answer and are no part of it."""
+
+    name: str
+    fingerprint: str
+    context_length: int
+    bytes_per_token: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class VllmStream:
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
+
+    def __init__(self, engine: VllmBase, request: VllmRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._start_s = perf_counter()
+        self._pieces = self._run()
+        params = request.params
+        report = BlendReport(_mode(params.mode), params.rule, params.ratio or 0.0)
+        report.prompt_tokens = request.prompt.num_tokens
+        report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
+        report.num_chunks = len(report.chunks)
+        self.result = Generation("", [], "cancelled", report)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating. The result keeps what was made so far."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[str]:
+        request, result, report = self._request, self.result, self.result.report
+        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.stop)
+        finished, reported = None, False
+        start_s = perf_counter()
+        try:
+            with closing(self._engine.deltas(request)) as deltas:
+                for delta in deltas:
+                    if delta.token_ids and not result.token_ids and not report.ttft_s:
+                        report.ttft_s = perf_counter() - self._start_s
+                        start_s = perf_counter()
+                    if delta.report is not None:
+                        _fill(report, delta.report)
+                        reported = True
+                    shown = ""
+                    for token in delta.token_ids:
+                        if scanner.stopped or token in self._engine.facts.stop_ids:
+                            break  # vLLM sends the end token, too, and stops there by itself
+                        result.token_ids.append(token)
+                        shown += scanner.push(text.push(token))
+                    if shown:
+                        result.text += shown
+                        yield shown
+                    finished = delta.finish_reason or finished
+                    if scanner.stopped and delta.finish_reason is None and request.stop:
+                        break  # vLLM did not see the stop string in its own reading of the tokens
+            rest = scanner.push(text.flush()) + scanner.flush()
+            if rest:
+                result.text += rest
+                yield rest
+            result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+        finally:
+            report.decode_s = perf_counter() - start_s
+            report.completion_tokens = len(result.token_ids)
+            if reported:  # else nothing tells a miss from a vLLM that does not blend
+                self._engine.backfill(request, report)
+
+
+class VllmBase(ABC):
+    """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
+
+    `on_miss`: "store" sends a missing chunk to be precomputed alone, in the background; "inline" does not.
+    Conversations are prompts like others: chunks of earlier turns are fused again.
+    """
+
+    store: KVStore
+
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        facts: Facts,
+        *,
+        system: str | None = None,
+        namespace: str = "",
+        on_miss: str = "store",
+    ) -> None:
+        if on_miss not in ("store", "inline"):
+            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
+        self.segmenter = segmenter
+        self.facts = facts
+        self.system = system
+        self.namespace = namespace
+        self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+
+    @abstractmethod
+    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+        """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.facts.name
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's fingerprint, part of every key."""
+        return self.facts.fingerprint
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.facts.context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored KV per chunk token, all layers."""
+        return self.facts.bytes_per_token
+
+    # -- ingestion
+
+    def key(self, chunk: Part) -> str:
+        """The key of the chunk's KV behind the default prefix."""
+        return self._key(self.segmenter.chunk_ids(chunk))
+
+    def is_stored(self, chunk: Part) -> bool:
+        """Whether the chunk's KV behind the default prefix is in the store."""
+        return self.store.contains(self.key(chunk))
+
+    def precompute(self, chunk: Part) -> int:
+        """Have one chunk prefilled alone, behind the default prefix, and stored. Bytes stored; 0 if it was there."""
+        return self._precompute(self.segmenter.chunk_ids(chunk))
+
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
+        """`precompute` of each, in order, several on their way at once."""
+        with ThreadPoolExecutor(_INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+            try:
+                yield from pool.map(self.precompute, chunks)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, chunk: Part) -> bool:
+        """Drop the chunk's KV behind the default prefix; whether it was stored."""
+        return self.store.delete(self.key(chunk))
+
+    def _key(self, token_ids: Sequence[int]) -> str:
+        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace)
+
+    def _precompute(self, token_ids: tuple[int, ...]) -> int:
+        key = self._key(token_ids)
+        if not token_ids or self.store.contains(key):
+            return 0
+        prefix = self.default_prefix_ids
+        self._check_length(len(prefix) + len(token_ids) + 2, "chunk")
+        segments = [Segment("prefix", prefix, 0)] if prefix else []
+        segments.append(Segment("chunk", token_ids, len(prefix)))
+        # One token more, because vLLM samples from the last one; which, does not matter.
+        prompt = TokenizedPrompt((*segments, Segment("suffix", token_ids[-1:], len(prefix) + len(token_ids))))
+        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace)
+        report = None
+        with closing(self.deltas(VllmRequest(prompt, params, 1, Sampling(), ()))) as deltas:
+            for delta in deltas:
+                report = delta.report or report
+        if report is not None and report.refused_reason:
+            raise RagblendError(f"the chunk was not stored: {report.refused_reason}")
+        if not self.store.contains(key):
+            raise RagblendError(
+                f"vLLM answered, but the chunk's KV is not in the store (key {key}); look for ragblend in the server's "
+                "log, and check its setup: ragblend doctor"
+            )
+        return len(token_ids) * self.bytes_per_token
+
+    # -- answering
+
+    def generate(self, prompt: SegmentedPrompt, **options: Any) -> Generation:
+        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: SegmentedPrompt, **options: Any) -> VllmStream:
+        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+
+        Options are checked here, before anything is sent. Closing the stream early aborts the request.
+        """
+        return VllmStream(self, self.request(prompt, **options))
+
+    def request(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: float | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> VllmRequest:
+        """What to answer and how, tokenized and checked. The options are the transformers engine's.
+
+        Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        """
+        if mode not in MODES:
+            raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
+        find_rule(rule)
+        ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
+        tokenized = self.segmenter.tokenize(prompt)
+        self._check_length(tokenized.num_tokens + 1, "prompt")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        StopScanner(stops)  # refuses an empty stop string
+        return VllmRequest(
+            tokenized,
+            BlendParams(mode, rule, ratio, _spans(tokenized), self.namespace, seed or 0),
+            min(max_tokens, self.context_length - tokenized.num_tokens),
+            Sampling(temperature, top_p, seed),
+            stops,
+        )
+
+    def backfill(self, request: VllmRequest, report: BlendReport) -> None:
+        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
+        if self._backfill is None or request.params.mode not in ("blend", "reuse"):
+            return
+        for segment, chunk in zip(_chunks(request), report.chunks, strict=True):
+            if not chunk.hit:
+                self._backfill.add(segment.token_ids)
+
+    def flush(self) -> None:
+        """Wait until background precomputation has caught up; raises what failed there."""
+        if self._backfill is not None:
+            self._backfill.flush()
+
+    def close(self) -> None:
+        """Finish background work."""
+        if self._backfill is not None:
+            self._backfill.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_length(self, num_tokens: int, what: str) -> None:
+        if num_tokens > self.context_length:
+            raise PromptTooLongError(
+                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
+                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
+            )
+
+
+def _chunks(request: VllmRequest) -> tuple[Segment, ...]:
+    return request.prompt.chunk_segments
+
+
+def _spans(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.start, segment.end) for segment in prompt.chunk_segments)
+
+
+def _source(segment: Segment) -> str:
+    return segment.chunk.source if segment.chunk is not None else ""
+
+
+def _mode(mode: str) -> Mode:
+    return next((known for known in MODES if known == mode), "blend")
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
+def _fill(report: BlendReport, facts: VllmReport) -> None:
+    """Take over what the connector tells; what it cannot know (sources, times seen from here) stays."""
+    report.mode, report.rule, report.recompute_ratio = _mode(facts.mode), facts.rule, facts.ratio
+    for name in (
+        "num_chunk_hits",
+        "num_reused_tokens",
+        "num_recomputed_tokens",
+        "num_prefix_tokens",
+        "num_damaged_entries",
+        "charged_budget",
+        "charged_budget_32",
+        "load_s",
+        "stall_s",
+        "fuse_s",
+    ):
+        setattr(report, name, getattr(facts, name))
+    if len(facts.prefix_match) == len(report.chunks):
+        for chunk, match in zip(report.chunks, facts.prefix_match, strict=True):
+            known: PrefixMatch | None = "exact" if match == "exact" else "approximate" if match else None
+            chunk.hit, chunk.prefix_match = known is not None, known
+    if facts.refused_reason:
+        log.warning("the prompt was prefilled in full: %s", facts.refused_reason)

@@ -1,0 +1,141 @@
+"""What `ragblend serve` adds to vLLM's HTTP server: which chunks are stored, and the report at the end of a stream.
+
+    GET  /v1/ragblend          {"model", "fingerprint", "dtype", "bytes_per_token", "context_length", "store"}
+    POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
+    POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
+
+Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
+vLLM sends a completion's `kv_transfer_params` only when it does not stream; for requests that carry ours, a stream here
+ends with one more event that has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.vllm_launch import find_checkpoint
+from ragblend.engine.vllm_params import PARAMS_KEY
+from ragblend.errors import RagblendError
+
+MAX_KEYS = 10_000  # per request
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class BlendMiddleware:
+    """ASGI middleware that equips vLLM's application at the first request, and then only passes requests on."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._equipped = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to vLLM."""
+        if scope["type"] == "http" and not self._equipped:
+            self._equipped = True
+            equip(scope["app"])
+        await self._app(scope, receive, send)
+
+
+def equip(app: Any) -> None:
+    """Add the routes to `app`, and the report to its completion streams."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+
+    chunks = ServedChunks(app.state.vllm_config)
+
+    async def facts(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(chunks.facts))
+
+    async def stored(request: Request) -> Response:
+        return await with_keys(request, lambda keys: {"stored": [chunks.store.contains(key) for key in keys]})
+
+    async def forget(request: Request) -> Response:
+        return await with_keys(request, lambda keys: {"num_removed": sum(map(chunks.store.delete, keys))})
+
+    async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
+        try:
+            keys = keys_of(await request.body())
+            return JSONResponse(await run_in_threadpool(answer, keys))
+        except (RagblendError, OSError) as error:
+            status = 400 if getattr(error, "exit_code", 1) == 2 else 500
+            return JSONResponse({"error": {"message": str(error), "code": status}}, status_code=status)
+
+    app.router.add_route("/v1/ragblend", facts, methods=["GET"])
+    app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
+    app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
+    serving = getattr(app.state, "openai_serving_completion", None)
+    if serving is not None:
+        report_in_streams(serving)
+
+
+class ServedChunks:
+    """The store of a vLLM, as its HTTP front end sees it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._model = vllm_config.model_config
+        self.store = DiskStore(Path(extra["store"]))
+
+    def facts(self) -> dict[str, Any]:
+        """What a client needs to compute keys, and to tell people what is served."""
+        from ragblend.engine.vllm_connector import model_fingerprint
+
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
+        return {
+            "model": checkpoint.name,
+            "fingerprint": model_fingerprint(self._model),
+            "dtype": checkpoint.dtype,
+            "bytes_per_token": checkpoint.bytes_per_token,
+            "context_length": self._model.max_model_len,
+            "store": str(self.store.root),
+        }
+
+
+def keys_of(body: bytes) -> list[str]:
+    """The keys a request names. Raises UsageError for anything else."""
+    from ragblend.errors import UsageError
+
+    try:
+        keys = json.loads(body)["keys"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError('send {"keys": ["..."]}') from error
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(keys) > MAX_KEYS:
+        raise UsageError(f"keys must be a list of at most {MAX_KEYS} strings")
+    return keys
+
+
+def report_in_streams(serving: Any) -> None:
+    """Make streams of `serving`, vLLM's completion handler, end with an event that has `kv_transfer_params`."""
+    original = serving.completion_stream_generator
+
+    def with_report(request: Any, inputs: Any, results: Any, request_id: str, *rest: Any, **more: Any) -> Any:
+        asked = (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
+        if asked is None:
+            return original(request, inputs, results, request_id, *rest, **more)
+        found: dict[str, Any] = {}
+
+        async def watched() -> AsyncIterator[Any]:
+            async for index, result in results:
+                found.update(getattr(result, "kv_transfer_params", None) or {})
+                yield index, result
+
+        async def events() -> AsyncIterator[str]:
+            async for event in original(request, inputs, watched(), request_id, *rest, **more):
+                if found and event.startswith("data: [DONE]"):
+                    last = {"id": request_id, "object": "text_completion", "choices": [], "kv_transfer_params": found}
+                    yield f"data: {json.dumps(last)}\n\n"
+                yield event
+
+        return events()
+
+    serving.completion_stream_generator = with_report

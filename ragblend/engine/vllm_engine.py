@@ -1,0 +1,231 @@
+"""An engine with vLLM in this process: `load_engine(..., backend="vllm")`.
+
+vLLM's synchronous engine runs on one thread of its own; requests from any thread join its batch. Read `_Loop.run`.
+Knows vLLM's engine by its arguments and outputs. The connector does the blending.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.store import TieredStore
+from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm_launch import Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm_params import report_from
+from ragblend.errors import RagblendError, UsageError
+from ragblend.segments import Segmenter
+
+_OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
+
+
+class VllmEngine(VllmBase):
+    """Engine over a vLLM in this process. `options` are vLLM's own engine arguments, such as `max_model_len`.
+
+    `store` is a directory; None takes one that goes away with the engine. Use as a context manager, or `close()` it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        segmenter: Segmenter,
+        transfer: Mapping[str, Any],
+        store: Path | tempfile.TemporaryDirectory[str],
+        *,
+        vllm_options: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        self._temporary = None if isinstance(store, Path) else store
+        self.store = TieredStore(DiskStore(store if isinstance(store, Path) else Path(store.name)))
+        engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
+        length = int(engine.model_config.max_model_len)
+        ends = segmenter.stop_ids() | _generation_stops(engine)
+        # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
+        from ragblend.engine.vllm_connector import model_fingerprint
+
+        fingerprint = model_fingerprint(engine.model_config)
+        facts = Facts(checkpoint.name, fingerprint, length, checkpoint.bytes_per_token, ends)
+        super().__init__(segmenter, facts, **options)
+        self._loop = _Loop(engine)
+
+    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+        """Run one request in vLLM's batch. Closing the generator aborts it."""
+        answers: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        request_id = f"ragblend-{uuid4().hex}"
+        self._loop.submit(_Add(request_id, request, sorted(self.facts.stop_ids), answers))
+        finished = False
+        try:
+            while not finished:
+                answer = answers.get()
+                if isinstance(answer, BaseException):
+                    finished = True
+                    raise answer
+                finished = answer.finish_reason is not None
+                yield answer
+        finally:
+            if not finished:
+                self._loop.submit(_Abort(request_id))
+
+    def close(self) -> None:
+        """Finish background work and shut vLLM down."""
+        super().close()
+        self._loop.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def start_vllm(
+    checkpoint: Checkpoint, transfer: Mapping[str, Any], options: Mapping[str, Any], trust_remote_code: bool = False
+) -> Any:
+    """A vLLM LLMEngine over `checkpoint` with the connector `transfer` describes."""
+    taken = [name for name in _OURS if name in options]
+    if taken:
+        raise UsageError(f"vllm_options sets {taken[0]}, which ragblend sets itself; leave it out")
+    # In one process, the engine starts in seconds and needs no guarded __main__; what the user set stays.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.update(environment())
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = {
+        "model": str(checkpoint.path),
+        "served_model_name": checkpoint.name,
+        "dtype": checkpoint.dtype,
+        "trust_remote_code": trust_remote_code,
+        "disable_log_stats": True,
+        "kv_transfer_config": KVTransferConfig(**transfer),
+        **options,
+    }
+    if not is_cuda():
+        arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
+    memory = kv_memory_bytes(checkpoint, options.get("max_model_len"))
+    if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
+        arguments.setdefault("kv_cache_memory_bytes", memory)
+    try:
+        known = EngineArgs(**arguments)
+    except TypeError as error:
+        raise UsageError(f"vllm_options has what this vLLM does not take: {error}") from error
+    return LLMEngine.from_engine_args(known)
+
+
+def _generation_stops(engine: Any) -> frozenset[int]:
+    """End tokens that the model's generation config names."""
+    config = engine.model_config.try_get_generation_config() or {}
+    ends = config.get("eos_token_id")
+    return frozenset(ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else [])
+
+
+class _Add(NamedTuple):
+    request_id: str
+    request: VllmRequest
+    stop_ids: list[int]
+    answers: queue.SimpleQueue[Delta | BaseException]
+
+
+class _Abort(NamedTuple):
+    request_id: str
+
+
+class _Loop:
+    """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()  # nothing is queued once the loop has ended
+        self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: _Add | _Abort) -> None:
+        """Queue a request, or its end. Raises RagblendError when the engine has stopped."""
+        with self._lock:
+            if not self._thread.is_alive() or self._failure is not None:
+                if isinstance(command, _Abort):
+                    return
+                raise RagblendError(f"the vLLM engine has stopped ({self._failure or 'closed'}); load it again")
+            self._commands.put(command)
+
+    def close(self) -> None:
+        """End the thread and vLLM with it. Requests under way end with an error."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def run(self) -> None:
+        """Until closed: new requests in, one step, outputs out."""
+        try:
+            while self._take_commands():
+                for output in self._engine.step():
+                    self._hand_out(output)
+            failure: BaseException = RagblendError("the vLLM engine was closed while it was answering")
+        except BaseException as error:
+            failure = RagblendError(f"vLLM failed: {type(error).__name__}: {error}; load the engine again")
+            failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Add):
+                self._answers[command.request_id] = command.answers
+        for answers in self._answers.values():
+            answers.put(failure)
+        shutdown = getattr(self._engine.engine_core, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
+    def _take_commands(self) -> bool:
+        """Carry out what is queued, waiting for something when vLLM is idle. False: close."""
+        while True:
+            idle = not self._engine.has_unfinished_requests()
+            if not idle and self._commands.empty():
+                return True
+            command = self._commands.get()
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                if self._answers.pop(command.request_id, None) is not None:
+                    self._engine.abort_request([command.request_id])
+                continue
+            try:
+                self._add(command)
+            except Exception as error:
+                command.answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+
+    def _add(self, command: _Add) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request = command.request
+        params = SamplingParams(
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            seed=request.sampling.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=command.stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": request.kv_transfer_params},
+        )
+        self._engine.add_request(command.request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
+        self._answers[command.request_id] = command.answers
+
+    def _hand_out(self, output: Any) -> None:
+        answers = self._answers.get(output.request_id)
+        if answers is None:
+            return  # aborted in the meantime
+        (completion,) = output.outputs
+        report = report_from(getattr(output, "kv_transfer_params", None))
+        answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report))
+        if output.finished:
+            del self._answers[output.request_id]
