@@ -6,16 +6,18 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
-from ragblend.engine.protocols import LayerSource, LayerwiseModel
+from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
+
+_T = TypeVar("_T")
 
 
 class Placement(NamedTuple):
@@ -94,6 +96,8 @@ class FusePlan:
     checks: tuple[Check, ...]  # see selection.schedule
     num_resident: int = 0
     seed: int = 0
+    wants_logits: bool = True  # False: only the KV is wanted, and the last token is like any other
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up deviations where each rank has some of the heads
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -105,13 +109,12 @@ class FusePlan:
 class Fused:
     """What fusing found: logits of the last token, and which chunk tokens were recomputed."""
 
-    logits: Tensor  # [vocabulary] float32
+    logits: Tensor  # [vocabulary] float32; empty where the plan wants none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
 
 
-@torch.inference_mode()
-def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSource) -> Fused:
+def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
@@ -119,6 +122,14 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
     check asks for, and only those go on. Layer by layer, computed rows replace stored ones, and each computed
     token attends to everything at or before its own position. Ratio 1.0 is therefore full prefill.
     """
+    return _drain(fuse_steps(model, plan, fused, layers))
+
+
+@torch.inference_mode()
+def fuse_steps(
+    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource
+) -> Generator[int, None, Fused]:
+    """`fuse`, a layer at a time, for callers with other work in between: yields the rows that each layer ran."""
     is_candidate, offsets = _candidates(plan)
     active = _active_rows(plan, is_candidate, offsets)
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
@@ -132,15 +143,19 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
             kept, probed = _check(model, plan, fused, layer, checks[layer], hidden, active, is_candidate, offsets)
             hidden, active = hidden[kept], active[kept]
         rows_per_layer.append(int(is_candidate[active].sum()) + probed * model.kv_share)
-        if layer < last_layer:
-            hidden = model.run_layer(layer, hidden, active, fused)
-            continue
-        # The last layer's output is needed for the last token alone; of the others only K and V.
-        fresh = model.project_kv(layer, hidden)
-        fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
-        hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
+        if len(active):
+            if layer < last_layer:
+                hidden = model.run_layer(layer, hidden, active, fused)
+            else:
+                # The last layer's output is needed for the last token alone; of the others only K and V.
+                fresh = model.project_kv(layer, hidden)
+                fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
+                if plan.wants_logits:
+                    hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
+        yield len(active)
     fused.length = len(plan.token_ids)
-    return Fused(model.logits(hidden)[-1], active[is_candidate[active]], rows_per_layer)
+    logits = model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0)
+    return Fused(logits, active[is_candidate[active]], rows_per_layer)
 
 
 def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
@@ -151,7 +166,8 @@ def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
     for placement in plan.placements:
         is_candidate[placement.start : placement.end] = not placement.exact
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
-    is_candidate[-1] = False  # the last token is always computed: its logits are the answer
+    if plan.wants_logits:
+        is_candidate[-1] = False  # the last token is always computed: its logits are the answer
     return is_candidate, offsets
 
 
@@ -161,7 +177,8 @@ def _active_rows(plan: FusePlan, is_candidate: Tensor, offsets: Tensor) -> Tenso
     active[: plan.num_resident] = False
     for placement in plan.placements:
         active[placement.start : placement.end] = False
-    active[-1] = True
+    if plan.wants_logits:
+        active[-1] = True
     first = plan.checks[0]
     if first.ratio >= 1 or (plan.rule.needs_deviation and first.ratio > 0):
         active |= is_candidate
@@ -175,7 +192,7 @@ def _active_rows(plan: FusePlan, is_candidate: Tensor, offsets: Tensor) -> Tenso
 def _check(
     model: LayerwiseModel,
     plan: FusePlan,
-    fused: FusedKV,
+    fused: FusedLayers,
     layer: int,
     ratio: float,
     hidden: Tensor,
@@ -188,13 +205,13 @@ def _check(
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
-    evidence = Evidence(
-        rows,
-        offsets[rows],
+    deviations = (
         _deviation(model.place_keys(layer, fresh.keys, rows), stored.keys),
         _deviation(fresh.values, stored.values),
-        plan.seed,
     )
+    if plan.sum_over_ranks is not None:
+        deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
+    evidence = Evidence(rows, offsets[rows], *deviations, plan.seed)
     chosen = _top(plan.rule.score(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~is_candidate[active]
     goes_on[candidate[chosen]] = True
@@ -211,12 +228,17 @@ def _top(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count).indices.sort().values
 
 
-@torch.inference_mode()
-def prefill_chunk(model: LayerwiseModel, prefix: FusedKV, header: KVHeader) -> MemoryKV:
+def prefill_chunk(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> MemoryKV:
     """Run one chunk behind `prefix` (its rows [0, P) valid) and keep the chunk's slice: pre-RoPE keys, values.
 
     `prefix` is used as scratch beyond row P and is left with the same P valid rows.
     """
+    return _drain(prefill_chunk_steps(model, prefix, header))
+
+
+@torch.inference_mode()
+def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Generator[int, None, MemoryKV]:
+    """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
     start = prefix.length
     device = prefix.keys(0).device
     rows = torch.arange(start, start + header.num_tokens, device=device)
@@ -225,5 +247,16 @@ def prefill_chunk(model: LayerwiseModel, prefix: FusedKV, header: KVHeader) -> M
     for layer in range(model.num_layers):
         hidden, kv = model.run_layer_keeping_kv(layer, hidden, rows, prefix)
         stored.append(LayerKV(kv.keys.contiguous().cpu(), kv.values.contiguous().cpu()))
+        yield len(rows)
     assert header.dtype == dtype_name(stored[0].keys.dtype)
     return MemoryKV(header, tuple(stored))
+
+
+def _drain(steps: Generator[int, None, _T]) -> _T:
+    """Run a generator to its end, for what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _T = end.value
+            return result

@@ -131,26 +131,39 @@ def report_from(kv_transfer_params: Mapping[str, Any] | None) -> VllmReport | No
     return VllmReport(**{name: value for name, value in raw.items() if name in known})
 
 
-def spans_between(token_ids: Sequence[int], separator_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Chunks' spans in a prompt that marks them with a separator: `prefix S chunk S chunk S question`.
+def spans_between(
+    token_ids: Sequence[int], separator_ids: Sequence[int], end_ids: Sequence[int] = ()
+) -> tuple[tuple[int, int], ...]:
+    """Chunks' spans in a prompt that marks them itself, for clients that only send text.
 
-    What stands between two separators is a chunk, what comes before the first the prefix. Nothing but the separator
-    belongs to no chunk, so a chunk is the same wherever it stands. Fewer than two separators mark nothing.
+    Without `end_ids`: `prefix S chunk S chunk S question`. A chunk is what stands between two separators, which belong
+    to no chunk; fewer than two mark nothing. With `end_ids`: `prefix Schunk Schunk E question`. The separator opens
+    a chunk and belongs to it (the demo model's `<doc>`), the last chunk ends at the first end marker.
 
-    >>> spans_between([7, 0, 8, 9, 0, 5, 0, 6], [0])
-    ((2, 4), (5, 6))
+    >>> spans_between([7, 0, 8, 9, 0, 5, 0, 6], [0]), spans_between([7, 0, 8, 9, 0, 5, 1, 6], [0], [1])
+    (((2, 4), (5, 6)), ((1, 4), (4, 6)))
     """
-    size = len(separator_ids)
-    if not size:
+    starts = _occurrences(token_ids, separator_ids)
+    if not starts:
         return ()
-    wanted, starts, position = list(separator_ids), [], 0
-    while position + size <= len(token_ids):
-        if list(token_ids[position : position + size]) == wanted:
-            starts.append(position)
+    if end_ids:
+        ends = [end for end in _occurrences(token_ids, end_ids) if end > starts[0]]
+        bounds = [start for start in starts if not ends or start < ends[0]]
+        return tuple(pairwise([*bounds, ends[0] if ends else len(token_ids)]))
+    size = len(separator_ids)
+    return tuple((left + size, right) for left, right in pairwise(starts) if left + size < right)
+
+
+def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Where `wanted` starts in `token_ids`, not overlapping."""
+    found, position, size, wanted = [], 0, len(wanted), list(wanted)
+    while size and position + size <= len(token_ids):
+        if token_ids[position] == wanted[0] and list(token_ids[position : position + size]) == wanted:
+            found.append(position)
             position += size
         else:
             position += 1
-    return tuple((left + size, right) for left, right in pairwise(starts) if left + size < right)
+    return found
 
 
 def _is_list(value: object) -> bool:

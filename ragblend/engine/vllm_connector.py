@@ -1,0 +1,490 @@
+"""CacheBlend on stock vLLM: a KV connector that fills a prompt's context with fused KV, and stores new chunks.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "BlendConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "ragblend.engine.vllm_connector", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": "DIR"}}'
+
+To vLLM a blended context is a remote prefix: the scheduler's half claims the tokens up to the end of the last stored
+chunk, the worker's half fuses them into the request's blocks between engine steps (`vllm_worker`), and vLLM itself
+computes the rest of the prompt and samples. What a request may ask for is in `vllm_params`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.keys import chunk_key
+from ragblend.engine.kv import dtype_name
+from ragblend.engine.report import PrefixMatch
+from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport, parse_params, spans_between
+from ragblend.engine.vllm_plugin import loaded_model, register
+from ragblend.engine.vllm_support import check_version, refuse_unsupported
+from ragblend.engine.vllm_worker import BlendWorker, Finished, Job, StoredSpan
+from ragblend.errors import RagblendError, UsageError
+
+check_version()
+register()  # for processes that were told to load no plugins; too late for a worker whose model is there already
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+log = logging.getLogger(__name__)
+GIB = 1 << 30
+
+COUNTERS = {
+    "requests": "Requests that asked for ragblend",
+    "refused_requests": "Requests that asked for ragblend and were served by ordinary prefill",
+    "chunk_hits": "Chunks whose stored KV was used",
+    "chunk_misses": "Chunks without stored KV",
+    "reused_tokens": "Prompt tokens whose stored KV was used as it is",
+    "recomputed_tokens": "Chunk tokens whose stored KV was recomputed",
+    "damaged_entries": "Stored chunks that turned out damaged while they were read",
+    "ingested_chunks": "Chunks computed and stored",
+    "load_seconds": "Seconds spent reading and placing stored KV",
+    "fuse_seconds": "Seconds spent recomputing",
+}
+"""What `/metrics` counts, each as `vllm:ragblend_NAME`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """`kv_connector_extra_config`, checked at start."""
+
+    store: str = "ragblend-data/kv"
+    memory_gib: float = 2.0  # of the memory tier, per worker
+    rule: str = "auto"  # for requests that name none, and those marked by separators
+    ratio: float = DEFAULT_RATIO
+    namespace: str = ""  # for requests marked by separators
+    prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
+    separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
+    separator_end_ids: tuple[int, ...] = ()  # see vllm_params.spans_between
+    slice_tokens: int = 0  # work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens
+    max_runs: int = 0  # pseudo requests per attention call; 0: max_num_seqs, which backends size their buffers by
+    self_check: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        find_rule(self.rule)
+        for name in ("memory_gib", "slice_tokens", "max_runs"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 or more")
+
+    @classmethod
+    def read(cls, extra: dict[str, Any]) -> ConnectorConfig:
+        """From `kv_connector_extra_config`. Raises UsageError for names it does not know."""
+        unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
+        lists = {name: tuple(value) for name, value in extra.items() if name.endswith("_ids")}
+        return cls(**{**extra, **lists})
+
+
+@dataclass
+class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """Scheduler to workers: what to blend next."""
+
+    jobs: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler: what was done, by request."""
+
+    reports: dict[str, VllmReport] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of several ranks' reports on one request the first counts: they agree but for the seconds."""
+        return BlendReports({**other.reports, **self.reports})
+
+
+class BlendStats(KVConnectorStats):  # type: ignore[misc]
+    """The counts of COUNTERS since the last report."""
+
+    def reset(self) -> None:
+        """Start again from nothing."""
+        self.data = {}
+
+    def add(self, **counts: float) -> None:
+        """Add to the named counters."""
+        for name, count in counts.items():
+            self.data[name] = self.data.get(name, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Sum, in place."""
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return {name: round(count, 3) for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+
+class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:ragblend_*` counters."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, documentation in COUNTERS.items():
+            counter = self._counter_cls(f"vllm:ragblend_{name}", documentation, labelnames=labelnames)
+            self._counters[name] = {engine: counter.labels(*values) for engine, values in per_engine.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's counts."""
+        for name, count in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(count)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request as the scheduler's half sees it."""
+
+    params: BlendParams
+    report: VllmReport
+    end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
+    stored: tuple[StoredSpan, ...] = ()
+
+
+class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM makes one in the scheduler's process and one in every worker; they talk through vLLM."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config)
+        self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
+        model = vllm_config.model_config
+        self._model_name = str(model.model)
+        self._dtype = dtype_name(model.dtype)
+        self._is_scheduler = role.name == "SCHEDULER"
+        # The scheduler's half
+        self._asked: dict[str, _Asked] = {}
+        self._new_jobs: list[Job] = []
+        self._stats = BlendStats()
+        # The workers' half
+        self._model: Any | None = None
+        self._worker: BlendWorker | None = None
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._reports: dict[str, VllmReport] = {}
+        if self._is_scheduler:
+            self._disk = DiskStore(self.config.store)
+            self.fingerprint = model_fingerprint(model)
+            self._note_model(model)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
+
+    # -- the scheduler's half: what a request asks for, and what can be done for it
+
+    def on_new_request(self, request: Any) -> None:
+        """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
+        try:
+            params = self._params(request)
+            if params is None:
+                return
+            asked = self._plan(request, params)
+        except RagblendError as error:
+            # Whatever a client sends, it gets an answer: by ordinary prefill.
+            log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
+            asked = _Asked(BlendParams("prefix"), VllmReport("prefix", refused_reason=str(error)))
+        self._asked[request.request_id] = asked
+        self._stats.add(requests=1, refused_requests=asked.report.refused_reason is not None)
+        if asked.end or asked.params.mode == "full":
+            # Blended KV is approximate: nobody else may find it by its token ids, and "full" shall find nothing.
+            request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _params(self, request: Any) -> BlendParams | None:
+        """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
+        given = request.kv_transfer_params
+        if isinstance(given, dict) and PARAMS_KEY in given:
+            return parse_params(given[PARAMS_KEY])
+        if not self.config.separator_ids or request.prompt_token_ids is None:
+            return None
+        spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
+        return BlendParams(spans=spans, namespace=self.config.namespace) if spans else None
+
+    def _plan(self, request: Any, params: BlendParams) -> _Asked:
+        ids = request.prompt_token_ids
+        if ids is None:
+            raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
+        params.check_length(len(ids))
+        rule = find_rule(self.config.rule if params.rule == "auto" else params.rule)
+        params = BlendParams(params.mode, rule.name, params.ratio, params.spans, params.namespace, params.seed)
+        blends = params.mode == "blend"
+        report = VllmReport(params.mode, rule.name if blends else "none", self._ratio(params) if blends else 0.0)
+        report.num_chunks = len(params.spans)
+        report.prefix_match = [None] * len(params.spans)
+        if params.spans:
+            report.charged_budget = report.charged_budget_32 = 1.0
+        asked = _Asked(params, report)
+        if params.mode in ("full", "prefix") or not params.spans:
+            return asked
+        if request.skip_reading_prefix_cache:
+            raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
+        asked.stored = self._lookup(ids, params)
+        if params.mode == "ingest":
+            asked.end = params.spans[0][1]
+        elif asked.stored:
+            asked.end = asked.stored[-1].end
+            if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
+                asked.stored = asked.stored[:-1]
+                asked.end = asked.stored[-1].end if asked.stored else 0
+        return asked
+
+    def _ratio(self, params: BlendParams) -> float:
+        return self.config.ratio if params.ratio is None else params.ratio
+
+    def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+        """Stored chunks of the prompt. Its exact prefix is tried first, then the one that ingestion uses."""
+        prefix_ids = tuple(ids[: params.spans[0][0]])
+        candidates = [prefix_ids] if params.mode == "ingest" else [prefix_ids, self.config.prefix_ids]
+        found = []
+        for start, end in params.spans:
+            chunk = tuple(ids[start:end])
+            for candidate in dict.fromkeys(candidates):
+                key = chunk_key(self.fingerprint, candidate, chunk, params.namespace)
+                header = self._disk.header(key)
+                if header is None or header.token_ids != chunk:
+                    continue
+                match: PrefixMatch = "exact" if candidate == prefix_ids else "approximate"
+                found.append(StoredSpan(start, end, key, match, match == "exact" and start == len(prefix_ids)))
+                break
+        return tuple(found)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The context's tokens, to be filled between steps. After a preemption the same again."""
+        asked = self._asked.get(request.request_id)
+        count = asked.end - num_computed_tokens if asked is not None else 0
+        return (count, True) if count > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The blocks are there: the workers can start."""
+        asked = self._asked.get(request.request_id)
+        if asked is None or num_external_tokens <= 0:
+            return
+        # Blocks that vLLM found in its cache are this request's own, from before a preemption: the salt is unique.
+        # They are written again with the rest, so that the outcome does not depend on what was left of them.
+        self._new_jobs.append(
+            Job(
+                request.request_id,
+                asked.params,
+                self._ratio(asked.params),
+                tuple(request.prompt_token_ids[: asked.end]),
+                asked.stored,
+                tuple(blocks.get_block_ids()[0]),
+                self.fingerprint,
+            )
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The jobs that came up in this step."""
+        jobs, self._new_jobs = self._new_jobs, []
+        return BlendMetadata(jobs)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the workers' reports."""
+        meta = connector_output.kv_connector_worker_meta
+        if not isinstance(meta, BlendReports):
+            return
+        for request_id, report in meta.reports.items():
+            if report.refused_reason:
+                self._stats.add(refused_requests=1)
+            self._stats.add(load_seconds=report.load_s, fuse_seconds=report.fuse_s)
+            self._stats.add(damaged_entries=report.num_damaged_entries, recomputed_tokens=report.num_recomputed_tokens)
+            self._stats.add(reused_tokens=report.num_reused_tokens)
+            if request_id in self._asked:
+                self._asked[request_id].report = report
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The report goes out with the answer; vLLM may free the blocks."""
+        asked = self._asked.pop(request.request_id, None)
+        self._new_jobs = [job for job in self._new_jobs if job.request_id != request.request_id]
+        if asked is None:
+            return False, None
+        report = asked.report
+        if asked.params.mode == "ingest" and not report.num_chunk_hits and report.refused_reason is None:
+            self._stats.add(ingested_chunks=1)
+        else:
+            misses = report.num_chunks - report.num_chunk_hits
+            self._stats.add(chunk_hits=report.num_chunk_hits, chunk_misses=misses)
+        return False, {PARAMS_KEY: report.as_dict()}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for engines without the hybrid cache manager."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _note_model(self, model: Any) -> None:
+        models = self._disk.models()
+        if self.fingerprint not in models:
+            if models:
+                held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+                log.warning("%s holds KV of %s, not of %s", self.config.store, held, self._model_name)
+            layers = model.hf_config.num_hidden_layers
+            facts = {"model": self._model_name, "dtype": self._dtype, "num_layers": layers}
+            try:
+                self._disk.put_model(self.fingerprint, facts)
+            except RagblendError as error:  # a read-only store still serves
+                log.warning("%s", error)
+
+    # -- the workers' half: fuse
+
+    def register_model(self, model: Any) -> None:
+        """For a vLLM that shows its connector the model (vllm-project/vllm#37339)."""
+        self._model = model
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Model and cache are there, and no request yet: the time for the self-check."""
+        from ragblend.engine.vllm_layers import VllmLayers, self_check
+
+        model = self._model if self._model is not None else loaded_model()
+        if model is None:
+            raise RagblendError(
+                "ragblend does not know the model of this vLLM worker: its plugin did not run. Add ragblend to "
+                "VLLM_PLUGINS, or start vLLM with --worker-cls ragblend.engine.vllm_connector.BlendWorkerClass"
+            )
+        scheduler = self._vllm_config.scheduler_config
+        batched = scheduler.max_num_batched_tokens
+        layers = VllmLayers(
+            model,
+            self._vllm_config,
+            self._kv_cache_config,
+            max_rows=batched,
+            max_runs=self.config.max_runs or scheduler.max_num_seqs,
+        )
+        if self.config.self_check:
+            config = self._vllm_config.model_config
+            self_check(layers, config.get_vocab_size(), self._kv_cache_config.num_blocks, self._model_name)
+        disk = DiskStore(self.config.store)
+        memory = MemoryStore(int(self.config.memory_gib * GIB))
+        store = TieredStore(memory, disk) if self.config.memory_gib else TieredStore(disk)
+        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""
+        assert self._worker is not None
+        for job in self._get_connector_metadata().jobs:
+            self._worker.submit(job)
+        self._collect(self._worker.run_slice())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose context is filled. Those that ended meanwhile are dropped, which frees their blocks."""
+        assert self._worker is not None
+        for request_id in finished_req_ids:
+            self._collect(self._worker.cancel(request_id))
+        done, self._finished = self._finished, set()
+        return None, done or None
+
+    def _collect(self, finished: Sequence[Finished]) -> None:
+        for job, report, failed in finished:
+            self._finished.add(job.request_id)
+            self._reports[job.request_id] = report
+            if failed:
+                self._failed_blocks.update(job.block_ids)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Reports of the jobs that ended in this step."""
+        reports, self._reports = self._reports, {}
+        return BlendReports(reports) if reports else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose fusing failed: vLLM computes them itself."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded while vLLM computes."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """vLLM's own KV is not stored: it was computed inside somebody's prompt."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved while vLLM computes."""
+
+    def shutdown(self) -> None:
+        """Finish what is being stored."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # -- counters
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last call; the scheduler's half counts for all."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Counts as they arrive in the front end."""
+        return BlendStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        """Counters for `/metrics`."""
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def model_fingerprint(model_config: Any) -> str:
+    """The transformers engine's fingerprint of the checkpoint that vLLM serves, so that both use each other's KV.
+
+    Overrides of the config are part of it. Online quantisation, which changes the KV, gives another one.
+    """
+    from transformers import AutoConfig
+
+    from ragblend.engine.transformers_model import find_model
+    from ragblend.engine.transformers_model import model_fingerprint as checkpoint_fingerprint
+
+    path = find_model(str(model_config.model))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
+    overrides = getattr(model_config, "hf_overrides", None) or {}
+    if not isinstance(overrides, dict):
+        raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    dtype = dtype_name(model_config.dtype)
+    quantised = model_config.quantization if getattr(config, "quantization_config", None) is None else None
+    return checkpoint_fingerprint(path, config, f"{dtype}+{quantised}" if quantised else dtype)
+
+
+def __getattr__(name: str) -> Any:
+    """`BlendWorkerClass`, for `--worker-cls`: the platform's own worker class, with the plugin sure to have run."""
+    if name != "BlendWorkerClass":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker

@@ -1,0 +1,36 @@
+"""Entry point of vLLM's plugin group `vllm.general_plugins`, run in every vLLM process: front end, engine, workers.
+
+vLLM builds a connector after it has loaded the model and never shows it the model. So this remembers the model that
+a worker loaded, until vLLM hands it over itself (vllm-project/vllm#37339: `register_model`). Nothing heavy is
+imported, and without the connector nothing else happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+_loaded: list[Any] = []  # at most one: a worker process has one model
+
+
+def register() -> None:
+    """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    original = Worker.load_model
+    if getattr(original, "remembers_model", False):
+        return
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _loaded[:] = [self.get_model()]
+        return result
+
+    load_model.remembers_model = True  # type: ignore[attr-defined]
+    Worker.load_model = load_model
+
+
+def loaded_model() -> Any | None:
+    """The model this process loaded last; None where there is none, or the plugin did not run."""
+    return _loaded[0] if _loaded else None

@@ -1,0 +1,284 @@
+"""The worker's half of the connector: fuses prompts into vLLM's paged cache, a slice at a time between engine steps.
+
+Jobs are run one after another, each a generator that stops after every layer, so that a blend never holds up the
+decodes of other requests for longer than one slice. The slice is counted in token-layers, not in seconds, because
+tensor-parallel ranks must all stop at the same layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from ragblend.engine.fusor import Fused, FusePlan, Placement, fuse_steps, prefill_chunk_steps
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
+from ragblend.engine.protocols import KVStore
+from ragblend.engine.report import PrefixMatch
+from ragblend.engine.selection import Check, charged_budget, charged_budget_at, find_rule, schedule
+from ragblend.engine.vllm_layers import PagedKV, PagedSource, VllmLayers
+from ragblend.engine.vllm_params import BlendParams, VllmReport
+from ragblend.errors import DamagedEntryError
+
+log = logging.getLogger(__name__)
+
+_PREFIXES_KEPT = 8  # as in transformers_engine
+_NO_RECOMPUTE = (Check(0, 0.0),)
+
+
+class StoredSpan(NamedTuple):
+    """A chunk of the prompt that the scheduler found stored. `exact`: it stands where it was computed."""
+
+    start: int
+    end: int
+    key: str
+    match: PrefixMatch
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request's work: fill positions [0, len(token_ids)) of its blocks; for "ingest", store the span as well."""
+
+    request_id: str
+    params: BlendParams
+    ratio: float
+    token_ids: tuple[int, ...]  # of the context only; what follows is vLLM's
+    stored: tuple[StoredSpan, ...]
+    block_ids: tuple[int, ...]
+    fingerprint: str
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids before the first chunk."""
+        return self.token_ids[: self.params.spans[0][0]]
+
+
+class Finished(NamedTuple):
+    """A job that is over. `failed`: its blocks hold nothing of use."""
+
+    job: Job
+    report: VllmReport
+    failed: bool
+
+
+_Steps = Generator[int, None, VllmReport]
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    steps: _Steps
+    busy_s: float = 0.0
+    storing: Future[None] | None = field(default=None)
+
+
+class BlendWorker:
+    """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
+
+    slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
+    of that many tokens; it can exceed that by one layer of one job.
+    """
+
+    def __init__(self, layers: VllmLayers, store: KVStore, slice_tokens: int) -> None:
+        self.layers, self._store = layers, store
+        self._slice = slice_tokens * layers.num_layers
+        self._jobs: deque[_Running] = deque()
+        self._storing: list[tuple[_Running, VllmReport, Future[None]]] = []
+        self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        steps = self._ingest(job) if job.params.mode == "ingest" and not job.stored else self._blend(job)
+        self._jobs.append(_Running(job, steps))
+
+    def cancel(self, request_id: str) -> list[Finished]:
+        """Drop a request's job, if it has one here. Its blocks are not written to any more."""
+        for running in self._jobs:
+            if running.job.request_id == request_id:
+                self._jobs.remove(running)
+                running.steps.close()
+                return [Finished(running.job, VllmReport(running.job.params.mode), failed=False)]
+        return []
+
+    @torch.inference_mode()
+    def run_slice(self) -> list[Finished]:
+        """Work until the slice is used up or nothing is left; the jobs that ended."""
+        finished, budget = self._stored(), self._slice
+        while self._jobs and budget > 0:
+            running = self._jobs[0]
+            start_s = perf_counter()
+            try:
+                budget -= next(running.steps)
+                running.busy_s += perf_counter() - start_s
+            except StopIteration as end:
+                self._jobs.popleft()
+                report: VllmReport = end.value
+                report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - report.stall_s)
+                if running.storing is not None:
+                    self._storing.append((running, report, running.storing))
+                else:
+                    finished.append(Finished(running.job, report, failed=False))
+            except Exception as error:  # one request's trouble must not end the server
+                self._jobs.popleft()
+                log.exception("blending request %s failed", running.job.request_id)
+                reason = f"blending failed ({type(error).__name__}: {error})"
+                failed = VllmReport(running.job.params.mode, refused_reason=reason)
+                finished.append(Finished(running.job, failed, failed=True))
+        return finished
+
+    def close(self) -> None:
+        """Drop all jobs, finish what is being stored, and end the threads."""
+        while self._jobs:
+            self._jobs.popleft().steps.close()
+        self._writer.shutdown(wait=True)
+
+    # -- the two kinds of jobs
+
+    def _blend(self, job: Job) -> _Steps:
+        """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
+        params, layers = job.params, self.layers
+        reuse = params.mode != "blend"
+        rule = find_rule(params.rule)
+        checks = _NO_RECOMPUTE if reuse else schedule(rule, job.ratio, layers.num_layers)
+        num_resident = yield from self._resident(job)
+        damaged: set[str] = set()
+        while True:
+            placements = self._lookup(job, damaged)
+            paged = PagedKV(layers, job.block_ids, len(job.token_ids), {check.layer for check in checks})
+            paged.length = num_resident
+            ids = torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device)
+            sums = layers.sum_over_ranks if layers.num_ranks > 1 else None
+            plan = FusePlan(ids, placements, rule, checks, num_resident, params.seed, False, sums)
+            try:
+                with PagedSource(placements, layers, paged) as source:
+                    result = yield from fuse_steps(layers, plan, paged, source)
+                break
+            except DamagedEntryError as error:
+                log.warning("%s; blending request %s without it", error, job.request_id)
+                damaged.add(error.key)
+        report = VllmReport(params.mode, "none" if reuse else rule.name, 0.0 if reuse else job.ratio)
+        report.load_s, report.stall_s = source.load_s, source.stall_s
+        report.num_damaged_entries = len(damaged)
+        _count(report, job, plan, result)
+        return report
+
+    def _ingest(self, job: Job) -> _Steps:
+        """Compute the span behind the ids before it, as ingestion everywhere does, and have it stored."""
+        layers, namespace = self.layers, job.params.namespace
+        start, end = job.params.spans[0]
+        paged = PagedKV(layers, job.block_ids, len(job.token_ids))
+        paged.length = yield from self._resident(job)
+        header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
+        kv = yield from prefill_chunk_steps(layers, paged, header)
+        whole = MemoryKV(kv.header, tuple(layers.all_heads(layer) for layer in kv.layers))
+        report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
+        if layers.rank == 0:
+            self._jobs[0].storing = self._writer.submit(self._store.put, whole)
+        return report
+
+    def _stored(self) -> list[Finished]:
+        """Ingested chunks that are on the disk by now, or could not be stored."""
+        finished, waiting = [], []
+        for running, report, future in self._storing:
+            if not future.done():
+                waiting.append((running, report, future))
+                continue
+            error = future.exception()
+            if error is not None:
+                log.warning("request %s was not stored: %s", running.job.request_id, error)
+                report.refused_reason = f"not stored: {error}"
+            finished.append(Finished(running.job, report, failed=False))
+        self._storing = waiting
+        return finished
+
+    # -- their parts
+
+    def _resident(self, job: Job) -> Generator[int, None, int]:
+        """Put the prefix's exact KV into the request's first blocks: computed once, then kept in memory. Its length."""
+        prefix_ids = job.prefix_ids
+        if not prefix_ids:
+            return 0
+        paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
+        known = self._prefixes.get(prefix_ids)
+        if known is None:
+            header = self._header(job, (), prefix_ids, "")
+            known = yield from prefill_chunk_steps(self.layers, paged, header)
+            self._prefixes[prefix_ids] = known
+            if len(self._prefixes) > _PREFIXES_KEPT:
+                self._prefixes.popitem(last=False)
+        else:
+            rows = torch.arange(len(prefix_ids), device=self.layers.device)
+            for index in range(self.layers.num_layers):
+                paged.place(index, rows, known.layer(index))
+        self._prefixes.move_to_end(prefix_ids)
+        return len(prefix_ids)
+
+    def _lookup(self, job: Job, damaged: set[str]) -> tuple[Placement, ...]:
+        """The stored chunks that are still there, with this rank's heads."""
+        found: list[ChunkKV | None] = []
+        for span in job.stored:
+            ids = job.token_ids[span.start : span.end]
+            kv = self._store.get(span.key, ids) if span.key not in damaged else None
+            if kv is not None and not self._is_ours(kv.header, job):
+                kv = None
+            found.append(self._read(kv) if kv is not None and self.layers.num_ranks > 1 else kv)
+        if self.layers.num_ranks > 1:
+            # Ranks read for themselves. What one of them cannot read is a miss for all, or they would part ways.
+            have = torch.tensor([float(kv is not None) for kv in found], device=self.layers.device)
+            agreed = (self.layers.sum_over_ranks(have) > self.layers.num_ranks - 0.5).tolist()
+            found = [kv if ok else None for kv, ok in zip(found, agreed, strict=True)]
+        return tuple(
+            Placement(self.layers.own_heads(kv), span.start, span.exact)
+            for span, kv in zip(job.stored, found, strict=True)
+            if kv is not None
+        )
+
+    def _is_ours(self, header: KVHeader, job: Job) -> bool:
+        """Whether stored KV has this model's shape; the key says so too, but a wrong tensor must never get further."""
+        return (
+            header.fingerprint == job.fingerprint
+            and header.num_layers == self.layers.num_layers
+            and header.dtype == dtype_name(self.layers.dtype)
+        )
+
+    @staticmethod
+    def _read(kv: ChunkKV) -> MemoryKV | None:
+        try:
+            return in_memory(kv)
+        except DamagedEntryError as error:
+            log.warning("%s; blending without it", error)
+            return None
+
+    def _header(self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
+        from ragblend.engine.keys import chunk_key
+
+        key = chunk_key(job.fingerprint, prefix_ids, ids, namespace)
+        dtype = dtype_name(self.layers.dtype)
+        return KVHeader(
+            key, job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype, namespace=namespace
+        )
+
+
+def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
+    """What was reused and recomputed, counted as transformers_engine does."""
+    hits = {placement.start for placement in plan.placements}
+    matches: dict[int, str] = {span.start: span.match for span in job.stored if span.start in hits}
+    spans = job.params.spans
+    report.num_chunks, report.num_chunk_hits = len(spans), len(hits)
+    report.prefix_match = [matches.get(start) for start, _ in spans]
+    num_computed = sum(end - start for start, end in spans if start not in hits)
+    total = plan.num_chunk_tokens + num_computed
+    rows = [count + num_computed for count in result.rows_per_layer]
+    report.charged_budget = charged_budget(rows, total)
+    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer)
+    report.num_prefix_tokens = plan.num_resident
+    report.num_recomputed_tokens = len(result.recomputed)
+    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(result.recomputed)
