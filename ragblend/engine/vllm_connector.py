@@ -120,7 +120,7 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Start again from nothing."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def add(self, **counts: float) -> None:
         """Add to the named counters."""

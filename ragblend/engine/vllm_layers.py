@@ -91,7 +91,7 @@ class VllmLayers:
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
         # The whole fused projection runs where a token is probed, and so does the norm before it.
         projection = sum(parameter.numel() for parameter in attention.qkv_proj.parameters())
-        self._kv_share = projection / sum(parameter.numel() for parameter in self._layers[0].parameters())
+        self._kv_share: float = projection / sum(parameter.numel() for parameter in self._layers[0].parameters())
 
     # -- LayerwiseModel
 
@@ -113,7 +113,7 @@ class VllmLayers:
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Pre-RoPE keys (after QK-norm) and values, [H, R, D]; the layer is left before its attention."""
         pieces = []
-        for part in hidden.split(self.max_rows):
+        for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
             with self._capture(layer, stop=True) as kept:
                 try:
@@ -212,7 +212,7 @@ class VllmLayers:
 
     def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
         """vLLM's layer on [R, 1 or 2, hidden size]; it may write into what it is given, so it is given copies."""
-        parts = [part.clone(memory_format=torch.contiguous_format) for part in hidden.unbind(1)]
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in torch.unbind(hidden, 1)]
         residual = parts[1] if len(parts) > 1 else None
         return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
 
@@ -231,7 +231,7 @@ class VllmLayers:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm: [R, 2, hidden size] to [R, hidden size]."""
-        output, _ = self._decoder.norm(*(part.contiguous() for part in hidden.unbind(1)))
+        output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
         normed: Tensor = output
         return normed
 

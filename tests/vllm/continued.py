@@ -1,0 +1,64 @@
+"""The independent CacheBlend, decoding from what it blended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reference import Blended, Reference, Span
+from torch import Tensor
+
+
+class Continued(Reference):
+    """`blended` a prompt, then `logprobs` of any continuation: vLLM's tokens are forced, its probabilities compared."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._alone: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+
+    def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """As in Reference, computed once."""
+        key = (len(behind), *behind, *ids)
+        if key not in self._alone:
+            self._alone[key] = super().alone(behind, ids)
+        return self._alone[key]
+
+    def blended(self, parts: list[Span], ratio: float, rule: str, selected: list[int]) -> Blended:
+        """Blend at `ratio`; a rule without deviation is told the selection, which its own tests check."""
+        if rule == "first_k":
+            result = self.blend(forced(parts, set(selected)), {1: 0.0})
+        else:
+            result = self.blend(parts, {1: ratio}, "k" if rule == "cacheblend_k" else "v")
+        self._now = result
+        self._logits = [result.logits]
+        self._length = sum(len(part.ids) for part in parts)
+        return result
+
+    @torch.no_grad()
+    def logprobs(self, step: int, answer: list[int]) -> Tensor:
+        """[vocabulary] before token `step` of `answer`."""
+        while len(self._logits) <= step:
+            position = self._length + len(self._logits) - 1
+            hidden = self.decoder.embed_tokens(torch.tensor([answer[len(self._logits) - 1]]))
+            for layer in range(self.num_layers):
+                q, k, v = self.project(layer, hidden)
+                keys = self._now.keys[layer] = torch.cat((self._now.keys[layer], self.rope(k, [position])))
+                values = self._now.values[layer] = torch.cat((self._now.values[layer], v))
+                hidden = self.finish(layer, hidden, self.rope(q, [position]), [position], keys, values)
+            self._logits.append(self.head(self.decoder.norm(hidden))[-1])
+        return self._logits[step].log_softmax(-1)
+
+
+def forced(parts: list[Span], selected: set[int]) -> list[Span]:
+    """The same prompt with the tokens at `selected` counted as text to compute, all others as stored one by one."""
+    spans, position = [], 0
+    for part in parts:
+        if not part.stored or part.exact:
+            spans.append(part)
+        else:
+            spans += [
+                Span([token], position + offset not in selected, False, [*part.behind, *part.ids[:offset]])
+                for offset, token in enumerate(part.ids)
+            ]
+        position += len(part.ids)
+    return spans
