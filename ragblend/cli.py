@@ -373,10 +373,24 @@ def gc(
 
 @app.command()
 def doctor(
-    model: ModelOption = None, index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    lmcache: Annotated[
+        bool, typer.Option("--lmcache", help="Experimental: print how to start LMCache's own blending.")
+    ] = False,
+    json_: JsonOption = False,
 ) -> None:
-    """Check this machine: versions, model, embedder, disk; say what is missing and how to mend it."""
+    """Check this machine: versions, model, embedder, disk, vLLM; say what is missing and how to mend it."""
     settings = settings_from(locals())
+    if lmcache:
+        from ragblend.engine.vllm_lmcache import launch_line
+
+        line = launch_line(settings.model)
+        note = "# experimental, not run by us: LMCache's blender lets selected tokens see later ones; see docs/vllm.md"
+        print_result({"experimental": True, "command": line}, f"{note}\n{line}", json_)
+        return
     from ragblend.maintenance import examine
 
     checks = examine(settings)

