@@ -177,11 +177,15 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """What an ingestion did and cost."""
     from ragblend.engine.store import format_bytes
 
+    per_token = f"{format_bytes(report.bytes_per_token)} per token"
+    where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
+    if settings.is_served:
+        where = f"store of {settings.backend}: {format_bytes(report.new_kv_bytes)} more"
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored",
-        f"store {settings.store}: {format_bytes(report.store_bytes)}, {format_bytes(report.bytes_per_token)} per token",
+        f"{where}, {per_token}",
         *(f"not read: {failure.path}: {failure.reason}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)

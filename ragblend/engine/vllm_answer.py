@@ -120,6 +120,8 @@ class VllmStream:
                     finished = delta.finish_reason or finished
                     if scanner.stopped and delta.finish_reason is None and request.stop:
                         break  # vLLM did not see the stop string in its own reading of the tokens
+            if not self._engine.blends:
+                report.mode, report.rule, report.recompute_ratio = "full", "none", 1.0
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest
@@ -140,6 +142,7 @@ class VllmBase(ABC):
     """
 
     store: KVStore
+    blends = True  # False: an ordinary vLLM, which prefills everything
 
     def __init__(
         self,
