@@ -118,6 +118,17 @@ def start_vllm(
     return LLMEngine.from_engine_args(known)
 
 
+def stop_vllm(engine: Any) -> None:
+    """Shut `engine` down, and where it ran in this process leave that ready for another one."""
+    engine.engine_core.shutdown()
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
 def _generation_stops(engine: Any) -> frozenset[int]:
     """End tokens that the model's generation config names."""
     config = engine.model_config.try_get_generation_config() or {}
@@ -180,9 +191,8 @@ class _Loop:
                 self._answers[command.request_id] = command.answers
         for answers in self._answers.values():
             answers.put(failure)
-        shutdown = getattr(self._engine.engine_core, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        stop_vllm(self._engine)
+        self._engine = None
 
     def _take_commands(self) -> bool:
         """Carry out what is queued, waiting for something when vLLM is idle. False: close."""

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from ragblend.engine.kv import dtype_name
 from ragblend.engine.selection import check_ratio, find_rule
 from ragblend.engine.transformers_model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
-from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version, refusals
+from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter, prompt_format
 
@@ -90,7 +89,7 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
 
 def require_vllm() -> None:
     """Raise RagblendError, with what to type, unless a vLLM in the supported range is installed."""
-    if find_spec("vllm") is None:
+    if vllm_version() == (0, 0):
         raise RagblendError(
             f"vLLM is not installed here; it needs an environment with {OLDEST[0]}.{OLDEST[1]} <= vllm < "
             f"{BEFORE[0]}.{BEFORE[1]}: pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
@@ -104,15 +103,15 @@ def require_vllm() -> None:
 def plugin_problem(environment: Mapping[str, str] | None = None) -> str:
     """Why vLLM would not load ragblend's plugin, and the way out; "" when it will."""
     named = (os.environ if environment is None else environment).get("VLLM_PLUGINS")
-    if not any(point.name == PLUGIN for point in entry_points(group=PLUGIN_GROUP)):
-        return (
-            "vLLM cannot see ragblend's plugin (its entry point is missing: the installation is older than the code); "
-            "install again: pip install --force-reinstall --no-deps ragblend, or pip install -e . in a checkout"
-        )
     if named is not None and PLUGIN not in [name.strip() for name in named.split(",")]:
         return (
             f"VLLM_PLUGINS is {named!r}, which keeps ragblend's plugin out; "
             f"unset it, or: export VLLM_PLUGINS={','.join(filter(None, [named, PLUGIN]))}"
+        )
+    if not any(point.name == PLUGIN for point in entry_points(group=PLUGIN_GROUP)):
+        return (
+            "vLLM cannot see ragblend's plugin (its entry point is missing: the installation is older than the code); "
+            "install again: pip install --force-reinstall --no-deps ragblend, or pip install -e . in a checkout"
         )
     return ""
 

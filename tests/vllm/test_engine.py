@@ -1,0 +1,150 @@
+"""vLLM in this process as an engine, on the embedded model: the same answers as the transformers engine, one store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.config import Settings
+from ragblend.engine.report import MODES
+from ragblend.errors import PromptTooLongError, RagblendError, UsageError
+from ragblend.llm import ChatBlend
+from ragblend.maintenance import examine_vllm
+from ragblend.precompute import precompute_documents
+
+A, B, C = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
+)
+QUESTION = "Where does George Keller live?"
+PROMPT = SegmentedPrompt([A, B, C], QUESTION)
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine") / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(store: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as engine:
+            precompute_documents([A, B, C], engine)
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def reference(store: Path, engine: Any) -> Iterator[Any]:
+    with load_engine("demo", store, on_miss="inline") as reference:
+        yield reference
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, reference: Any, mode: Any) -> None:
+    ours, theirs = (each.generate(PROMPT, mode=mode, rule="cacheblend_k", max_tokens=8) for each in (engine, reference))
+    assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
+    assert ours.text == "Kinport"
+    if mode in ("blend", "reuse"):
+        assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 3
+        assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+
+
+def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: Any) -> None:
+    assert engine.fingerprint == reference.fingerprint
+    assert engine.bytes_per_token == reference.bytes_per_token
+    assert [reference.is_stored(chunk) for chunk in (A, B, C)] == [True] * 3
+    assert engine.key(A) == reference.key(A)
+
+
+def test_ratio_one_is_full_prefill(engine: Any) -> None:
+    full = engine.generate(PROMPT, mode="full", max_tokens=8)
+    assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == full.token_ids
+
+
+def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
+    prompts = [SegmentedPrompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
+    alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts))
+    assert together == alone
+
+
+def test_a_closed_stream_is_aborted_and_the_next_answer_is_right(engine: Any) -> None:
+    stream = engine.stream(PROMPT, max_tokens=500, temperature=2.0, seed=1)
+    next(stream)
+    stream.close()
+    assert stream.result.finish_reason == "cancelled"
+    assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
+    assert not engine._loop._answers
+
+
+def test_a_forgotten_chunk_is_a_miss_until_it_is_precomputed_again(engine: Any) -> None:
+    assert engine.forget(B)
+    assert not engine.is_stored(B)
+    answer = engine.generate(PROMPT, max_tokens=8)
+    assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 2)
+    assert [chunk.hit for chunk in answer.report.chunks] == [True, False, True]
+    assert engine.precompute(B) > 0
+    assert engine.precompute(B) == 0
+
+
+def test_stop_strings_and_limits(engine: Any) -> None:
+    assert engine.generate(PROMPT, max_tokens=8, stop=["port"]).text == "Kin"
+    answer = engine.generate(PROMPT, max_tokens=1)
+    assert len(answer.token_ids) == 1
+    with pytest.raises(PromptTooLongError, match="1024"):
+        engine.generate(SegmentedPrompt([A] * 200, QUESTION))
+
+
+def test_a_chat_model_over_it(engine: Any) -> None:
+    message = ChatBlend(engine=engine, max_tokens=8).invoke(f"{A}\n\n{B}\n\n{QUESTION}")
+    assert message.text == "Kinport"
+    assert message.response_metadata["ragblend"]["num_chunk_hits"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"vllm_options": {"model": "x"}}, "model"),
+        ({"vllm_options": {"no_such_option": 1}}, "no_such_option"),
+        ({"device": "cuda:1"}, "cuda:1"),
+        ({"store": object()}, "directory"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        load_engine("demo", backend="vllm", **arguments)
+
+
+def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    with pytest.raises(RagblendError, match="VLLM_PLUGINS=others,ragblend"):
+        load_engine("demo", backend="vllm")
+    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm"))}
+    assert not checks["vllm plugin"].ok
+    assert "unset it" in checks["vllm plugin"].remedy
+    assert checks["vllm"].ok
+    assert checks["vllm model"].ok
+
+
+def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm", store=str(tmp_path)))}
+    assert not checks["vllm store"].ok
+    assert "cannot write" in checks["vllm store"].finding
+
+
+def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:
+    engine.close()
+    with pytest.raises(RagblendError, match="load it again"):
+        engine.generate(PROMPT, max_tokens=1)
