@@ -38,6 +38,7 @@ from ragblend.cli_support import (
     embedder_name,
     err,
     generation_options,
+    one_thread,
     open_engine,
     open_index_of,
     out,
@@ -48,6 +49,7 @@ from ragblend.cli_support import (
     progress_bars,
     quiet_libraries,
     retrieve,
+    settings_for_demo,
     settings_from,
     source_facts,
     split_names,
@@ -221,9 +223,10 @@ def chat(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Chat about the demo's corpus; nothing else is needed.")] = False,
 ) -> None:
     """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them."""
-    settings = settings_from(locals())
+    settings = settings_for_demo(locals()) if demo else settings_from(locals())
     from ragblend.chat import ChatSession
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
@@ -385,14 +388,13 @@ def demo(
     question: Annotated[
         str | None, typer.Option("--question", help="Ask this instead of the prepared questions.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its index and store.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus, index and store.")] = Path(
         "ragblend-data/demo"
     ),
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
-    # The model is too small to share its work: on a busy machine two threads wait for each other a hundred times over.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
 
