@@ -67,11 +67,12 @@ STAGES = (
     Stage("hops", ((RowPlan(256, one_hops=0.5), 1.0),), 0.15, copy_layers=True),
     Stage("dates", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.5), 1.0),), 0.15, order_years=True),
     Stage("far", ((RowPlan(384, far=0.4, one_hops=0.5, dates=0.15), 0.4),
-                  (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.6)), 0.16),
-    Stage("long", ((RowPlan(384, far=0.3, one_hops=0.5, dates=0.12), 0.3),
-                   (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.4),
-                   (RowPlan(1024, far=0.2, one_hops=0.4, dates=0.08), 0.27),
-                   (RowPlan(4352, one_hops=0.4, dates=0.05), 0.03)), 0.3),
+                  (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.6)), 0.13),
+    Stage("long", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.3), 0.1),
+                   (RowPlan(384, far=0.3, one_hops=0.4, dates=0.12), 0.35),
+                   (RowPlan(512, far=0.3, one_hops=0.4, dates=0.08), 0.35),
+                   (RowPlan(1024, far=0.2, one_hops=0.4, dates=0.05), 0.18),
+                   (RowPlan(4352, one_hops=0.4, dates=0.05), 0.02)), 0.33),
 )  # fmt: skip
 
 
