@@ -217,6 +217,14 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def split_numbers(text: str) -> list[float]:
+    """The numbers in a comma-separated option."""
+    try:
+        return [float(name) for name in split_names(text)]
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a list of numbers; write them like 0,0.15,1") from error
+
+
 @contextmanager
 def progress_bars() -> Iterator[Any]:
     """A progress callback that draws bars on stderr, or does nothing where that is no terminal."""
