@@ -39,6 +39,7 @@ from ragblend.cli_support import (
     embedder_name,
     err,
     generation_options,
+    one_thread,
     open_engine,
     open_index_of,
     out,
@@ -49,9 +50,11 @@ from ragblend.cli_support import (
     progress_bars,
     quiet_libraries,
     retrieve,
+    settings_for_demo,
     settings_from,
     source_facts,
     split_names,
+    split_numbers,
 )
 from ragblend.errors import RagblendError
 
@@ -227,9 +230,10 @@ def chat(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Chat about the demo's corpus; nothing else is needed.")] = False,
 ) -> None:
     """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them."""
-    settings = settings_from(locals())
+    settings = settings_for_demo(locals()) if demo else settings_from(locals())
     from ragblend.chat import ChatSession
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
@@ -456,14 +460,13 @@ def demo(
     question: Annotated[
         str | None, typer.Option("--question", help="Ask this instead of the prepared questions.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its index and store.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus, index and store.")] = Path(
         "ragblend-data/demo"
     ),
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model, then answer questions in all four modes side by side."""
-    # The model is too small to share its work: on a busy machine two threads wait for each other a hundred times over.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
 
@@ -521,6 +524,74 @@ def bench_ttft(
         echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
     )
     print_json(facts)
+
+
+@bench_app.command("quality")
+def bench_quality(
+    model: ModelOption = None,
+    num_questions: Annotated[
+        int | None, typer.Option("--num-questions", "--questions", help="In all, 1050; with --corpus 200.")
+    ] = None,
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks per context.")] = 6,
+    context_tokens: Annotated[int, typer.Option("--context-tokens", help="Prefix and chunks, about.")] = 384,
+    rules: Annotated[str | None, typer.Option("--rules", help="Comma-separated: cacheblend, first_k, ...")] = None,
+    ratios: Annotated[str | None, typer.Option("--ratios", help="Comma-separated shares, 0 to 1.")] = None,
+    system_share: Annotated[float, typer.Option("--system-share", help="Stories with a system text.")] = 0.5,
+    off_share: Annotated[
+        float, typer.Option("--off-share", help="Questions also answered from KV computed without the prefix.")
+    ] = 0.2,
+    lengths: Annotated[
+        bool, typer.Option("--lengths/--no-lengths", help="Also contexts of 256 to 4096 tokens.")
+    ] = True,
+    length_questions: Annotated[int, typer.Option("--length-questions", help="In the shortest of them.")] = 210,
+    corpus: Annotated[
+        Path | None, typer.Option("--corpus", help="Measure this corpus end to end instead, retrieval included.")
+    ] = None,
+    k: KOption = None,
+    neighbours: NeighboursOption = None,
+    chunk_size: Annotated[int, typer.Option("--chunk-size", help="Most tokens per chunk of the corpus.")] = 112,
+    embedder: EmbedderOption = None,
+    out_: Annotated[
+        Path | None, typer.Option("--out", help="JSON file, data/results/quality[-corpus].json; - for stdout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Picture, docs/quality.png with matplotlib; - for none.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    json_: JsonOption = False,
+) -> None:
+    """Answer quality against full prefill by rule and ratio, on held-out stories; or of a corpus, end to end."""
+    # The demo model is too small to share its work, see `demo`.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    quiet_libraries()
+    from ragblend.bench.quality import bench_quality as run
+
+    print_facts = json_ or out_ == Path("-")
+    with progress_bars() as progress:
+        facts = run(
+            model=model,
+            num_questions=num_questions,
+            chunks=chunks,
+            context_tokens=context_tokens,
+            rules=split_names(rules) if rules is not None else None,
+            ratios=split_numbers(ratios) if ratios is not None else None,
+            system_share=system_share,
+            off_share=off_share,
+            lengths=lengths,
+            length_questions=length_questions,
+            corpus=corpus,
+            k=k,
+            neighbours=neighbours,
+            chunk_size=chunk_size,
+            embedder=embedder,
+            out=out_,
+            plot=plot,
+            seed=seed,
+            echo=lambda line: (err if print_facts else out).print(line, markup=False),
+            progress=progress,
+        )
+    if print_facts:
+        print_json(facts)
 
 
 def _print_version(wanted: bool) -> None:

@@ -65,6 +65,22 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
     return load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
 
 
+def settings_for_demo(arguments: dict[str, Any]) -> Settings:
+    """Settings from a command's arguments and, where these say nothing, the demo's: its corpus is ingested first."""
+    one_thread()
+    quiet_libraries()
+    from ragblend.demo.show import demo_settings
+
+    with progress_bars() as progress:
+        prepared = demo_settings(progress=progress)
+    return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
+
+
+def one_thread() -> None:
+    """The embedded model is too small to share: on a busy machine two threads wait for each other at every step."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def quiet_libraries() -> None:
     """Keep libraries' bars and advice out of the way before they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -207,6 +223,14 @@ def print_json(facts: dict[str, Any]) -> None:
 def split_names(text: str) -> list[str]:
     """The names in a comma-separated option."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_numbers(text: str) -> list[float]:
+    """The numbers in a comma-separated option."""
+    try:
+        return [float(name) for name in split_names(text)]
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a list of numbers; write them like 0,0.15,1") from error
 
 
 @contextmanager

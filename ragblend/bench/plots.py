@@ -5,7 +5,8 @@ Knows matplotlib (extra `plot`) and the JSON keys. Knows nothing about how the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,90 @@ def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:
     axes.set_title(_title(facts), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+_RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+_MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
+
+
+def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
+    """Write three panels of `bench quality` over the recompute ratio, a line per rule: exact match of all questions,
+    of those that need an earlier chunk (bars are 95 % intervals), and the first token's KL to full prefill."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    runs = [run for run in facts["runs"] if run["prefix_precompute"]]
+    everything, references, divergence = figure.subplots(1, 3)
+    _plot_exact_match(everything, [run for run in runs if run["kind"] == "all"], "all questions")
+    refers = [run for run in runs if run["kind"] == "references"]
+    if refers:
+        _plot_exact_match(references, refers, "questions that need an earlier chunk")
+    _plot_divergence(divergence, [run for run in runs if run["kind"] == "all"])
+    for axes in (everything, references, divergence):
+        axes.set_xscale("function", functions=(_root, _square))
+        ratios = sorted({run["ratio"] for run in runs})
+        axes.set_xticks(ratios, [f"{ratio * 100:g}" for ratio in ratios], fontsize="small", rotation=45)
+        axes.set_xlabel("recompute ratio, % of chunk tokens (0 = full reuse)")
+        axes.grid(alpha=0.3)
+    everything.legend(fontsize="small", loc="lower right")
+    total = next(run for run in runs if run["kind"] == "all")
+    figure.suptitle(
+        f"{facts['model']} float32, {total['num_questions']} questions over {total['num_chunks']:.0f} chunks, "
+        f"{total['context_tokens']:.0f} tokens of context",
+        fontsize="medium",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _curves(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Blend runs by rule, ascending ratio; full reuse is every rule's ratio 0."""
+    reuse = [run for run in runs if run["mode"] == "reuse"]
+    rules = dict.fromkeys(run["rule"] for run in runs if run["mode"] == "blend")
+    return {
+        rule: sorted([*reuse, *(run for run in runs if run["rule"] == rule)], key=lambda run: float(run["ratio"]))
+        for rule in rules
+    }
+
+
+def _plot_exact_match(axes: Any, runs: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Exact match over the ratio, with the shares of full prefill, full reuse and guessing as levels."""
+    for colour, (rule, curve) in zip(itertools.cycle(_RULE_COLOURS), _curves(runs).items(), strict=False):
+        shares = [run["exact_match"] for run in curve]
+        below = [run["exact_match"] - run["exact_match_low"] for run in curve]
+        above = [run["exact_match_high"] - run["exact_match"] for run in curve]
+        ratios = [run["ratio"] for run in curve]
+        axes.errorbar(ratios, shares, [below, above], label=rule, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
+    for mode in ("full", "reuse"):
+        level = next(run["exact_match"] for run in runs if run["mode"] == mode)
+        axes.axhline(level, color=_COLOURS[mode], ls="--", lw=1, label=mode)
+    axes.axhline(runs[0]["guess"], color="black", ls=":", lw=1, label="guess")
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("exact match")
+    axes.set_title(title, fontsize="medium")
+
+
+def _plot_divergence(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
+    """KL of the first token over the ratio; where it is 0 up to rounding there is no point."""
+    for colour, (rule, curve) in zip(itertools.cycle(_RULE_COLOURS), _curves(runs).items(), strict=False):
+        shown = [run for run in curve if run["first_token_kl"] > _MIN_KL]
+        ratios = [run["ratio"] for run in shown]
+        axes.plot(ratios, [run["first_token_kl"] for run in shown], label=rule, color=colour, marker="o", ms=3, lw=1.2)
+    axes.set_yscale("log")
+    axes.set_ylabel("KL(full || mode) of the first token, nats")
+    axes.set_title("all questions", fontsize="medium")
+
+
+def _root(values: Any) -> Any:
+    """Square root, which spreads the small ratios out; 0 below 0."""
+    return values.clip(0) ** 0.5 if hasattr(values, "clip") else max(0.0, values) ** 0.5
+
+
+def _square(values: Any) -> Any:
+    return values**2
 
 
 def _label(run: Mapping[str, Any]) -> str:

@@ -57,13 +57,31 @@ class Corpus:
 
     def gold(self, question: Question) -> list[dict[str, Any]]:
         """Where the answer stands: source, sentence and its offsets in the file; first what names the subject."""
-        homes = [record for record in self.records for _ in record.paragraphs]
         spans = []
         for fact in question.facts:
             if fact.subject.name.lower() not in fact.sentence.lower():
-                spans.append(_span(homes[fact.named_in], _naming_sentence(self.story, fact)))
-            spans.append(_span(homes[fact.chunk], fact.sentence))
+                spans.append(self._span(fact.named_in, _naming_sentence(self.story, fact)))
+            spans.append(self._span(fact.chunk, fact.sentence))
         return [span for index, span in enumerate(spans) if span not in spans[:index]]
+
+    def first(self, num_records: int) -> Corpus:
+        """The first records alone, with the questions that they answer and that ask about a name in them."""
+        records = self.records[:num_records]
+        num_chunks = sum(len(record.paragraphs) for record in records)
+        text = " ".join(record.markdown for record in records).lower()
+        questions = tuple(
+            question
+            for question in self.questions
+            if question.subject.name.lower() in text and all(chunk < num_chunks for chunk in question.gold_chunks)
+        )
+        return Corpus(records, questions, self.story)
+
+    def _span(self, chunk: int, sentence: str) -> dict[str, Any]:
+        """Where `sentence` stands: in the paragraph that is `chunk`, or in the title above it."""
+        record, number = [(record, n) for record in self.records for n, _ in enumerate(record.paragraphs)][chunk]
+        paragraph = record.markdown.index(record.paragraphs[number])
+        start = record.markdown.index(sentence, paragraph if sentence in record.paragraphs[number] else 0)
+        return {"source": record.filename, "text": sentence, "start": start, "end": start + len(sentence)}
 
 
 class _Recorder(Teller):
@@ -179,22 +197,17 @@ def _is_topic(question: Question, records: list[Record]) -> bool:
 
 
 def _naming_sentence(story: Story, fact: Fact) -> str:
-    """The last sentence of the naming chunk that has the subject's name; the title when only the title has it."""
+    """The last sentence before the fact, in the chunk that names its subject, that has the name; else the title."""
     names = (fact.subject.name, fact.subject.opening_name)
     told = [other.sentence for other in story.facts if other.chunk == fact.named_in]
+    if fact.named_in == fact.chunk:
+        told = told[: told.index(fact.sentence)]
     return next((text for text in reversed(told) if any(name in text for name in names)), names[1])
 
 
-def _span(record: Record, sentence: str) -> dict[str, Any]:
-    start = record.markdown.index(sentence)
-    return {"source": record.filename, "text": sentence, "start": start, "end": start + len(sentence)}
-
-
 def write_corpus(corpus: Corpus, out: Path) -> None:
-    """Write every record and questions.jsonl; older records in `out` are removed."""
+    """Write every record and questions.jsonl; whatever else is in `out` stays."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob("*.md"):
-        stale.unlink()
     for record in corpus.records:
         (out / record.filename).write_text(record.markdown, encoding="utf-8")
     lines = []

@@ -39,12 +39,16 @@ from ragblend.demo.tokenizer import (
 
 
 class Case(NamedTuple):
-    """One held-out question: the prompt's segments as ids (prefix, then chunks), the suffix and the answer's ids."""
+    """One held-out question: the prompt's segments as ids (prefix, then chunks), the suffix and the answer's ids.
+
+    `texts` are the chunks and `system` the system text that the segments were made of."""
 
     question: Question
     segments: list[list[int]]
     suffix: list[int]
     answer: list[int]
+    texts: tuple[str, ...] = ()
+    system: str | None = None
 
     @property
     def num_context_tokens(self) -> int:
@@ -68,7 +72,8 @@ def make_cases(
     cases: dict[str, list[Case]] = {kind: [] for kind in kinds}
     while any(len(found) < per_kind for found in cases.values()):
         story = tell(rng, story_plan(rng, setting), "test")
-        segments = _segments(tokenizer, story, rng.choice(SYSTEM_TEXTS) if setting.system else None)
+        system = rng.choice(SYSTEM_TEXTS) if setting.system else None
+        segments = _segments(tokenizer, story, system)
         if not 0.8 < sum(map(len, segments)) / setting.num_tokens < 1.2:
             continue
         asked = [q for q in all_questions(rng, story, "test") if q.competing and q.guess < 1]
@@ -78,7 +83,7 @@ def make_cases(
                 suffix = [token_id(tokenizer, QUESTION), *encode(tokenizer, question.text)]
                 suffix.append(token_id(tokenizer, ANSWER))
                 answer = [*encode(tokenizer, question.answer), token_id(tokenizer, EOS)]
-                cases[kind].append(Case(question, segments, suffix, answer))
+                cases[kind].append(Case(question, segments, suffix, answer, tuple(story.chunks), system))
     return [case for found in cases.values() for case in found]
 
 

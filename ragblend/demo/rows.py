@@ -197,8 +197,9 @@ class RowMaker:
             kind = rng.choice(("person", "person", "company", "city", "project", "event"))
             allowed = {name: [rng.choice(relations)] for name, relations in world.SUBJECTS.items()}
             return Plan((1,) * rng.randint(2, 4), (1, 1), allowed, {kind: 1.0}, cross=0, inside=0, new=0.95)
-        sentences = max(2, round(plan.length * rng.uniform(0.25, 0.8) / 11))
-        per_chunk = rng.choice((1, 2, 2, 3) if plan.length < 512 else (3, 5, 7, 10, 14))
+        sentences = max(2, round(plan.length * rng.uniform(0.25 if plan.length < 512 else 0.4, 0.82) / 11))
+        short, middling, long = (1, 2, 2, 3), (1, 2, 3, 5, 7), (3, 5, 7, 10, 14)
+        per_chunk = rng.choice(short if plan.length < 384 else middling if plan.length < 512 else long)
         num_chunks = max(1, min(max(24, plan.length // 64), round(sentences / per_chunk)))
         allowed, weights = focus(rng, (1, 2, 2) if plan.length < 512 else (2, 3, 4))
         return Plan(

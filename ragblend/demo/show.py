@@ -1,78 +1,140 @@
-"""What `ragblend demo` does: ingest a small corpus, ask it questions in all four modes, print them side by side."""
+"""What `ragblend demo` does: ingest the sample corpus, ask about it in all four modes, print the answers side by side.
+
+The corpus is generated where the demo keeps its index, so an installed package needs no data files.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.demo.sample import Question, write_corpus
+from ragblend.demo.corpus import Corpus, build_corpus, write_corpus
+from ragblend.demo.questions import REFERENCE_KINDS, Question
 from ragblend.engine import load_engine
 from ragblend.engine.report import MODES
 from ragblend.engine.store import format_bytes
 from ragblend.engine.transformers_engine import TransformersEngine
-from ragblend.index import ChunkIndex
-from ragblend.precompute import Progress, ingest, open_engine_index
+from ragblend.index import ChunkIndex, SearchHit
+from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_document
 from ragblend.segments import SegmentedPrompt
 
-CHUNK_TOKENS = 24  # the corpus's paragraphs are chunks of about 17 tokens
-NUM_HITS, NEIGHBOURS = 2, 1  # a paragraph and the ones beside it, so that what it refers to comes along
-NUM_QUESTIONS, NUM_SHOWN = 30, 5
+DEMO_DIRECTORY = Path("ragblend-data/demo")
+CORPUS = "corpus"  # the records' folder
+CHUNK_TOKENS = 112  # room for a title and one paragraph of 64 to 96 tokens, not for two
+RETRIEVAL: dict[str, Any] = {"k": 3, "neighbours": 1, "order": "document"}
+"""Paragraphs with the ones beside them, in reading order, so that what "the company" means comes along."""
+NUM_QUESTIONS, NUM_SHOWN = 30, 4
+MAX_ANSWER_TOKENS = 16
 
 Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """An engine and an index that hold the sample corpus."""
+
+    engine: TransformersEngine
+    index: ChunkIndex
+    corpus: Corpus
+    report: IngestReport
+
+
+@contextmanager
+def open_demo(directory: Path, progress: Progress | None = None) -> Iterator[Demo]:
+    """The sample corpus, written to `directory` and ingested there: `corpus`, `index` and `kv`."""
+    corpus = build_corpus()
+    write_corpus(corpus, directory / CORPUS)
+    files = [directory / CORPUS / record.filename for record in corpus.records]
+    with (
+        load_engine("demo", directory / "kv", new_model=True) as engine,
+        open_engine_index(directory / "index", engine, chunk_size=CHUNK_TOKENS) as index,
+    ):
+        report = ingest(files, engine, index, chunk_size=CHUNK_TOKENS, progress=progress)
+        _forget_older_records(files, engine, index)
+        yield Demo(engine, index, corpus, report)
+
+
+def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
+    """Settings with which any command asks about the sample corpus, ingested in `directory` if it was not yet."""
+    with open_demo(directory, progress):
+        pass
+    return {"index": str(directory / "index"), "store": str(directory / "kv"), **RETRIEVAL}
 
 
 def run_demo(
     directory: Path, question: str | None = None, *, progress: Progress | None = None, echo: Echo | None = None
 ) -> dict[str, Any]:
-    """Ingest the demo corpus under `directory` (or reuse it) and answer `question`, or the prepared ones."""
+    """Ingest the sample corpus under `directory` (or reuse it) and answer `question`, or the prepared ones."""
     say = echo or (lambda line: None)
-    corpus = directory / "corpus"
-    questions = write_corpus(corpus)
-    with (
-        load_engine("demo", directory / "kv", new_model=True) as engine,
-        open_engine_index(directory / "index", engine, chunk_size=CHUNK_TOKENS) as index,
-    ):
-        report = ingest(corpus, engine, index, chunk_size=CHUNK_TOKENS, glob="*.md", progress=progress)
+    with open_demo(directory, progress) as demo:
+        report = demo.report
         say(
             f"{report.num_documents} documents, {report.num_chunks} chunks: {report.num_new_kv} prefilled now, "
             f"{report.num_known_kv} already stored; {format_bytes(report.store_bytes)} of KV\n"
         )
         if question is not None:
-            rows = [ask_all_modes(engine, index, Question(question, "", "your own", ""))]
+            rows = [ask_all_modes(demo, question)]
             show_answers(rows, say)
         else:
-            rows = [ask_all_modes(engine, index, item) for item in _spread(questions, NUM_QUESTIONS)]
+            rows = [_ask_prepared(demo, item) for item in spread(demo.corpus.questions, NUM_QUESTIONS)]
             show_answers(_telling(rows)[:NUM_SHOWN], say)
             show_totals(rows, say)
-    return {"ingest": report.as_dict(), "questions": rows}
+    return {"ingest": report.as_dict(), "questions": rows, "totals": totals(rows)}
 
 
-def ask_all_modes(engine: TransformersEngine, index: ChunkIndex, question: Question) -> dict[str, Any]:
+def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
     """One question over the chunks it retrieves, answered in every mode: answers, sources and reports."""
-    hits = index.search(question.question, NUM_HITS, neighbours=NEIGHBOURS, order="document")
-    prompt = SegmentedPrompt([hit.chunk for hit in hits], question.question)
+    hits = demo.index.search(question, **RETRIEVAL)
+    prompt = SegmentedPrompt([hit.chunk for hit in hits], question)
+    # Outside the timing: afterwards every mode finds the chunks' KV in the memory tier.
+    demo.engine.generate(prompt, mode="reuse", max_tokens=1)
     modes = {}
     for mode in MODES:
-        answer = engine.generate(prompt, mode=mode, max_tokens=16)
+        answer = demo.engine.generate(prompt, mode=mode, max_tokens=MAX_ANSWER_TOKENS)
         modes[mode] = {"answer": answer.text, "report": answer.report.as_dict()}
-    sources = [{"source": hit.chunk.source, "text": hit.chunk.text} for hit in hits]
-    return {**asdict(question), "sources": sources, "modes": modes}
+    return {"question": question, "answer": "", "kind": "", "gold": [], "sources": _sources(hits), "modes": modes}
+
+
+def spread(questions: Sequence[Question], count: int) -> list[Question]:
+    """`count` questions, evenly spaced; the corpus orders them by kind, so every kind has its share."""
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per mode: right answers, those among reference questions, how many there were, median TTFT in seconds."""
+    prepared = [row for row in rows if row["answer"]]
+    references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]
+    return {
+        mode: {
+            "num_right": sum(_is_right(row, mode) for row in prepared),
+            "num_questions": len(prepared),
+            "num_right_references": sum(_is_right(row, mode) for row in references),
+            "num_references": len(references),
+            "ttft_s": statistics.median(row["modes"][mode]["report"]["ttft_s"] for row in rows),
+        }
+        for mode in MODES
+    }
+
+
+# -- printing
 
 
 def show_answers(rows: Sequence[dict[str, Any]], say: Echo) -> None:
-    """A small table per question: mode, answer, right or wrong, tokens reused and recomputed, time."""
+    """Per question its sources and a small table: mode, answer, right or wrong, tokens reused and recomputed, time."""
     for row in rows:
         gold = f"   (gold: {row['answer']}; {row['kind'].replace('_', ' ')})" if row["answer"] else ""
         say(f"{row['question']}{gold}")
-        for number, source in enumerate(row["sources"], start=1):
-            say(f"  [{number}] {source['source'].rsplit('/', 1)[-1]}: {source['text']}")
+        for line in _source_lines(row):
+            say(f"  {line}")
         say(f"  {'mode':<8}{'answer':<16}{'':<7}{'reused':>8}{'recomputed':>12}{'first token':>13}")
         for mode, found in row["modes"].items():
             report = found["report"]
-            verdict = "" if not row["answer"] else "right" if found["answer"] == row["answer"] else "WRONG"
+            verdict = "" if not row["answer"] else "right" if _is_right(row, mode) else "WRONG"
             say(
                 f"  {mode:<8}{found['answer']:<16}{verdict:<7}{report['num_reused_tokens']:>8}"
                 f"{report['num_recomputed_tokens']:>12}{report['ttft_s'] * 1e3:>10.0f} ms"
@@ -87,28 +149,79 @@ def show_answers(rows: Sequence[dict[str, Any]], say: Echo) -> None:
 
 def show_totals(rows: Sequence[dict[str, Any]], say: Echo) -> None:
     """How many of all questions each mode got right, and what this does not show."""
-    say(f"All {len(rows)} questions (those above are the first on which the modes differ):")
-    for mode in MODES:
-        right = sum(row["modes"][mode]["answer"] == row["answer"] for row in rows)
-        ttft_s = statistics.median(row["modes"][mode]["report"]["ttft_s"] for row in rows)
-        say(f"  {mode:<8}{right:>3}/{len(rows)} right, first token after {ttft_s * 1e3:.0f} ms (median)")
+    say(f"All {len(rows)} questions; those above come first among those on which the modes differ.")
+    say(f"  {'mode':<8}{'right':>8}{'references':>13}{'first token':>14}")
+    for mode, total in totals(rows).items():
+        right = f"{total['num_right']}/{total['num_questions']}"
+        references = f"{total['num_right_references']}/{total['num_references']}"
+        say(f"  {mode:<8}{right:>8}{references:>13}{total['ttft_s'] * 1e3:>11.0f} ms")
     say(
-        "\nThe embedded model has about 1.3 million parameters and knows only this made-up world; on other text it\n"
-        "answers nonsense. Its prompts are short, so these times are mostly overhead: what reuse saves on a real\n"
-        "shape is measured by `ragblend bench ttft --shape llama-200m`."
+        '\nReferences: the paragraph with the answer says only "the company" or "she", and an earlier one says who.\n'
+        "What retrieval does not find, no mode can answer. First token: median, KV in memory, one request at a time.\n"
+        "The embedded model has about 1.3 million parameters and knows only this made-up world; on other text it\n"
+        "answers nonsense. It is so small that its times are mostly overhead: what reuse saves on a real shape is\n"
+        "measured by `ragblend bench ttft --shape llama-200m`. Ask it more: `ragblend chat --demo`."
     )
 
 
-def _spread(questions: Sequence[Question], count: int) -> list[Question]:
-    """`count` questions, evenly spaced over the corpus."""
-    return [questions[i * len(questions) // count] for i in range(min(count, len(questions)))]
+def _source_lines(row: dict[str, Any]) -> list[str]:
+    """The gold sentences with the chunks they stand in, and what else was retrieved; without gold, every chunk."""
+    sources = row["sources"]
+    if not row["gold"]:
+        return [f"[{number}] {_name(s)}: {_shortened(s['text'])}" for number, s in enumerate(sources, start=1)]
+    lines = []
+    for span in row["gold"]:
+        places = [number for number, source in enumerate(sources, start=1) if _holds(source, span)]
+        lines.append(f"{f'[{places[0]}]' if places else 'not retrieved,'} {span['source']}: ... {span['text']} ...")
+    files = ", ".join(dict.fromkeys(_name(source) for source in sources))
+    return [*lines, f"from {len(sources)} retrieved chunks of {files}"]
+
+
+def _holds(source: dict[str, Any], span: dict[str, Any]) -> bool:
+    same_file = _name(source) == span["source"]
+    return same_file and bool(source["start"] <= span["start"] and span["end"] <= source["end"])
+
+
+def _name(source: dict[str, Any]) -> str:
+    return Path(source["source"]).name
+
+
+def _shortened(text: str, limit: int = 100) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+# -- questions
+
+
+def _ask_prepared(demo: Demo, question: Question) -> dict[str, Any]:
+    """A question of the corpus in every mode, with its gold answer, kind and gold spans."""
+    row = ask_all_modes(demo, question.text)
+    return {**row, "answer": question.answer, "kind": question.kind, "gold": demo.corpus.gold(question)}
+
+
+def _sources(hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
+    chunks = [hit.chunk for hit in hits]
+    return [{"source": c.source, "start": c.start, "end": c.end, "text": c.text} for c in chunks]
+
+
+def _is_right(row: dict[str, Any], mode: str) -> bool:
+    return bool(row["modes"][mode]["answer"] == row["answer"])
 
 
 def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Questions on which the modes differ first; the others after them."""
+    """Questions that full prefill and blend answer and full reuse does not come first; the others after them."""
 
     def differs(row: dict[str, Any]) -> bool:
-        answers = {mode: found["answer"] for mode, found in row["modes"].items()}
-        return bool(answers["full"] == answers["blend"] == row["answer"] != answers["reuse"])
+        return _is_right(row, "full") and _is_right(row, "blend") and not _is_right(row, "reuse")
 
     return sorted(rows, key=lambda row: not differs(row))
+
+
+def _forget_older_records(files: Sequence[Path], engine: TransformersEngine, index: ChunkIndex) -> None:
+    """Drop records of an earlier version, or ingested from another working folder; other documents stay."""
+    here = {file.resolve() for file in files}
+    for source in index.sources():
+        path = Path(source).resolve()
+        if path.parent.name == CORPUS and path not in here:
+            remove_document(source, engine, index)

@@ -41,7 +41,7 @@ from ragblend.demo.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP
 from ragblend.demo.tokenizer import build_tokenizer, encode
 from ragblend.demo.vocab import YEARS
 
-LOSS_WEIGHTS = {TEXT: 0.05, SINGLE: 1.0, STOP: 0.1, REPEAT: 0.5, TWO_HOP: 1.0, COMPARE: 0.5, GAP: 0.5}
+LOSS_WEIGHTS = {TEXT: 0.05, SINGLE: 1.0, STOP: 0.1, REPEAT: 0.5, TWO_HOP: 1.0, COMPARE: 1.0, GAP: 1.0}
 NAMES = {SINGLE: "single", TWO_HOP: "two_hop", COMPARE: "comparison", GAP: "not_stated", REPEAT: "repeat"}
 MIDDLE_LOSS = 0.5  # the state after layer 1 at a two-hop question's name decodes to the entity between the hops
 MATRIX_LR, EMBEDDING_LR = 0.005, 2e-3
@@ -65,13 +65,14 @@ STAGES = (
     Stage("short", ((RowPlan(96), 1.0),), 0.05, promote=0.85),
     Stage("stories", ((RowPlan(256), 1.0),), 0.1, promote=0.9),
     Stage("hops", ((RowPlan(256, one_hops=0.5), 1.0),), 0.15, copy_layers=True),
-    Stage("dates", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.35), 1.0),), 0.12, order_years=True),
-    Stage("far", ((RowPlan(384, far=0.4, one_hops=0.5, dates=0.15), 0.6),
-                  (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.4)), 0.16),
-    Stage("long", ((RowPlan(384, far=0.3, one_hops=0.5, dates=0.12), 0.45),
-                   (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.3),
-                   (RowPlan(1024, far=0.2, one_hops=0.4, dates=0.1), 0.21),
-                   (RowPlan(4352, one_hops=0.4, dates=0.05), 0.04)), 0.3),
+    Stage("dates", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.5), 1.0),), 0.15, order_years=True),
+    Stage("far", ((RowPlan(384, far=0.4, one_hops=0.5, dates=0.15), 0.4),
+                  (RowPlan(512, far=0.3, one_hops=0.4, dates=0.1), 0.6)), 0.13),
+    Stage("long", ((RowPlan(256, far=0.3, one_hops=0.5, dates=0.3), 0.1),
+                   (RowPlan(384, far=0.3, one_hops=0.4, dates=0.12), 0.35),
+                   (RowPlan(512, far=0.3, one_hops=0.4, dates=0.08), 0.35),
+                   (RowPlan(1024, far=0.2, one_hops=0.4, dates=0.05), 0.18),
+                   (RowPlan(4352, one_hops=0.4, dates=0.05), 0.02)), 0.33),
 )  # fmt: skip
 
 
