@@ -71,7 +71,7 @@ class Reference:
             weights = (torch.einsum("hd,thd->ht", q[row], seen_keys) / math.sqrt(self.dim)).softmax(-1)
             outputs.append(torch.einsum("ht,thd->hd", weights, seen_values).reshape(-1))
         hidden = hidden + block.self_attn.o_proj(torch.stack(outputs))
-        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return hidden + block.mlp(block.post_attention_layernorm(hidden)[None])[0]  # experts want a batch dimension
 
     def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Per layer, pre-RoPE k and v of `ids` computed behind `behind` and nothing else."""

@@ -1,4 +1,4 @@
-"""The same answers with two tensor-parallel ranks, and with torch.compile. Each brings processes or a compiler along."""
+"""The same answers from two tensor-parallel ranks, and with torch.compile. Each brings processes or a compiler."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: C
         assert found.header == expected.header
         for layer in range(expected.header.num_layers):
             for mine, other in zip(found.layer(layer), expected.layer(layer), strict=True):
-                assert (mine - other).abs().max() <= 1e-5
+                assert (mine - other).abs().max() <= 1e-5 * other.abs().max()  # float32: rounding alone
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
