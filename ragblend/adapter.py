@@ -355,7 +355,7 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
     key = (model, str(Path(store).resolve()) if store is not None else None, repr(sorted(options.items())))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
-        if engine is None:
+        if engine is None or getattr(engine, "closed", False):
             loaded: Engine = load_engine(model, store, **options)
             engine = _ENGINES[key] = loaded
             _CLOSE_AT_EXIT.add(engine)

@@ -471,7 +471,14 @@ def test_texts_are_remembered_in_a_directory_of_the_client(url: str, script: Scr
     assert isinstance(message, AIMessage)
     assert len(script.bodies[-1]["kv_transfer_params"][PARAMS_KEY]["spans"]) == 2
     assert chat.api_key is None
+    again = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert again.engine is chat.engine
     chat.engine.close()
+    with pytest.raises(RagblendError, match="load it again"):
+        again.invoke("who?")
+    anew = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert anew.invoke("who?").response_metadata["finish_reason"] == "stop"
+    anew.engine.close()
 
 
 # --- a vLLM without ragblend ------------------------------------------------------------------------------------------

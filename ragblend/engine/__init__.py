@@ -165,7 +165,7 @@ def _load_client(
         raise UsageError(f"store is a {type(store).__name__}; with {url} the store is the server's, give a directory")
     opened = Connection(url, **connection)
     try:
-        facts = server_facts(opened)
+        facts = server_facts(opened, model)
         tokenizer, path = load_tokenizer(model, trust_remote_code)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(

@@ -56,6 +56,7 @@ class Delta:
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
     report: VllmReport | None = None
+    num_cached_tokens: int = 0  # prompt tokens that vLLM did not have to compute, where it tells
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class VllmStream:
                         start_s = perf_counter()
                     if delta.report is not None:
                         _fill(report, delta.report)
+                        _fill_cached(report, request, delta.num_cached_tokens)
                         reported = True
                     shown = ""
                     for token in delta.token_ids:
@@ -143,6 +145,7 @@ class VllmBase(ABC):
 
     store: KVStore
     blends = True  # False: an ordinary vLLM, which prefills everything
+    closed = False
 
     def __init__(
         self,
@@ -304,7 +307,8 @@ class VllmBase(ABC):
             self._backfill.flush()
 
     def close(self) -> None:
-        """Finish background work."""
+        """Finish background work. A closed engine answers no more."""
+        self.closed = True
         if self._backfill is not None:
             self._backfill.close()
 
@@ -342,6 +346,17 @@ def _mode(mode: str) -> Mode:
 
 def _finish_reason(reason: str | None) -> FinishReason:
     return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
+def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: int) -> None:
+    """What vLLM's own prefix cache spared; the connector does not see it."""
+    if report.mode != "prefix" or not num_cached_tokens:
+        return
+    report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
+    total = sum(segment.num_tokens for segment in _chunks(request))
+    if total:
+        cached = sum(max(0, min(end, num_cached_tokens) - start) for start, end in request.params.spans)
+        report.charged_budget = report.charged_budget_32 = 1 - cached / total
 
 
 def _fill(report: BlendReport, facts: VllmReport) -> None:

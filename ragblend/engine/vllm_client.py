@@ -112,6 +112,8 @@ class Connection:
         self._http.close()
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        if self._http.is_closed:
+            raise RagblendError(f"the engine over {self.url} is closed; load it again")
         pause_s = self._first_pause_s
         for left in range(self._max_retries, -1, -1):
             try:
@@ -180,12 +182,15 @@ class Connection:
         return value
 
 
-def server_facts(connection: Connection) -> ServerFacts:
-    """What the server at the other end runs. Raises BackendUnreachableError when nothing answers."""
+def server_facts(connection: Connection, model: str = "") -> ServerFacts:
+    """What the server at the other end runs: `model` where it has several names, one of them that.
+
+    Raises BackendUnreachableError when nothing answers.
+    """
     models = connection.json("GET", "/v1/models").get("data")
-    if not isinstance(models, list) or not models or not isinstance(models[0], dict):
+    if not isinstance(models, list) or not models or not all(isinstance(entry, dict) for entry in models):
         raise RagblendError(f"{connection.url}/v1/models names no model; is it a vLLM server?")
-    first = models[0]
+    first = next((entry for entry in models if model in (entry.get("id"), entry.get("root"))), models[0])
     length = first.get("max_model_len")
     facts = ServerFacts(
         str(first.get("id")), str(first.get("root") or first.get("id")), length if isinstance(length, int) else 2**31

@@ -125,14 +125,12 @@ def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
     prompt = f"{A}\n\n{B}\n\n{QUESTION}"
     report = llm.generate([prompt]).generations[0][0].generation_info["ragblend"]  # type: ignore[index]
     assert (report["num_chunk_hits"], report["num_chunks"]) == (2, 2)
-    llm.engine.close()
 
 
 def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
     llm = LlamaIndexLLM(model="demo", store=str(engine.store.root), backend=url, api_key=KEY, max_tokens=8)
     response = llm.complete(f"{A}\n\n{B}\n\n{QUESTION}")
     assert (response.text, response.raw["ragblend"]["num_chunk_hits"]) == ("Kinport", 2)
-    llm.engine.close()
 
 
 def test_the_openai_client_with_separators_gets_the_same(engine: Any, openai: OpenAI) -> None:
