@@ -12,6 +12,7 @@ ends with one more event that has them.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.vllm_launch import find_checkpoint
 from ragblend.engine.vllm_params import PARAMS_KEY
 from ragblend.errors import RagblendError
+
+log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000  # per request
 
@@ -40,7 +43,10 @@ class BlendMiddleware:
         """Pass a request on to vLLM."""
         if scope["type"] == "http" and not self._equipped:
             self._equipped = True
-            equip(scope["app"])
+            try:
+                equip(scope["app"])
+            except Exception:  # vLLM serves on; clients then take it for one without ragblend
+                log.exception("this server cannot tell what is stored, and its streams have no reports")
         await self._app(scope, receive, send)
 
 
@@ -84,14 +90,17 @@ class ServedChunks:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._model = vllm_config.model_config
         self.store = DiskStore(Path(extra["store"]))
+        self._facts: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
         """What a client needs to compute keys, and to tell people what is served."""
+        if self._facts:
+            return self._facts
         from ragblend.engine.vllm_connector import model_fingerprint
 
         dtype = str(self._model.dtype).removeprefix("torch.")
         checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
-        return {
+        self._facts = {
             "model": checkpoint.name,
             "fingerprint": model_fingerprint(self._model),
             "dtype": checkpoint.dtype,
@@ -99,6 +108,7 @@ class ServedChunks:
             "context_length": self._model.max_model_len,
             "store": str(self.store.root),
         }
+        return self._facts
 
 
 def keys_of(body: bytes) -> list[str]:
