@@ -2,7 +2,7 @@
 
 Chunks are precomputed, everything is warmed up, and the modes take turns (A B C, A B C, ...), so that a machine
 that gets slower or faster slows or speeds them alike. Quote ratios of the medians. Full prefill is the stock
-transformers model with its own SDPA attention. Read `run_ttft` first.
+transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Read `run_ttft` first.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple, cast
@@ -20,10 +20,18 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ragblend.bench.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.bench.workloads import PromptSet, engine_for, engine_for_model, find_dtype, find_shape, make_prompts
-from ragblend.engine import open_store
+from ragblend.bench.workloads import (
+    PREFIX_TOKENS,
+    PromptSet,
+    engine_for,
+    engine_for_model,
+    find_dtype,
+    find_shape,
+    make_prompts,
+)
+from ragblend.engine import GIB, open_store
 from ragblend.engine.kv import dtype_name
-from ragblend.engine.protocols import KVStore
+from ragblend.engine.protocols import Engine, KVStore
 from ragblend.engine.report import MODES, BlendReport, Mode
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.store import MemoryStore
@@ -35,6 +43,7 @@ from ragblend.segments import SegmentedPrompt
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-200m"
 TIERS = ("memory", "disk")
+BACKENDS = ("transformers", "vllm")
 
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
 
@@ -59,6 +68,8 @@ class TtftConfig:
     store: Path | None = None  # directory of the disk tier; None is a temporary one
     seed: int = 0
     device: str = "cpu"
+    backend: str = "transformers"
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own engine arguments
 
     def __post_init__(self) -> None:
         if (self.shape is None) == (self.model is None):
@@ -71,29 +82,23 @@ class TtftConfig:
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"threads is {self.threads}; choose 1 or more")
         check_ratio(self.ratio)
-        if not self.modes:
-            raise UsageError(f"no mode given; choose from {', '.join(MODES)}")
-        for mode in self.modes:
-            if mode not in MODES:
-                raise UsageError(f"mode is {mode!r}; choose from {', '.join(MODES)}")
-        if "blend" in self.modes and not self.rules:
-            raise UsageError("mode blend needs a rule; choose auto or one of those in `ragblend bench ttft --help`")
-        for rule in self.rules:
-            find_rule(rule)
+        check_modes(self.modes, self.rules)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
         if self.store is not None and self.tier != "disk":
             raise UsageError(f"a store directory is for the disk tier, the tier is {self.tier}: add --tier disk")
         find_dtype(self.dtype)
+        if self.backend not in BACKENDS:
+            raise UsageError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+        if self.backend == "vllm" and self.device != "cpu":
+            raise UsageError(f"device is {self.device!r}; vLLM takes the device it was built for, leave it out")
+        if self.backend != "vllm" and self.vllm_options:
+            raise UsageError("options for vLLM need --backend vllm")
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What is run: every mode once, blend once per rule."""
-        cases: list[Case] = []
-        for mode in self.modes:
-            rules = [find_rule(rule).name for rule in self.rules] if mode == "blend" else ["none"]
-            cases += [Case(mode, rule) for rule in dict.fromkeys(rules)]
-        return tuple(dict.fromkeys(cases))
+        """What is run."""
+        return cases_of(self.modes, self.rules)
 
 
 class Case(NamedTuple):
@@ -101,6 +106,28 @@ class Case(NamedTuple):
 
     mode: Mode
     rule: str
+
+
+def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
+    """Raise UsageError for a mode or a rule that does not exist, and when there is nothing to run."""
+    if not modes:
+        raise UsageError(f"no mode given; choose from {', '.join(MODES)}")
+    for mode in modes:
+        if mode not in MODES:
+            raise UsageError(f"mode is {mode!r}; choose from {', '.join(MODES)}")
+    if "blend" in modes and not rules:
+        raise UsageError("mode blend needs a rule; choose auto or one of those in `ragblend bench ttft --help`")
+    for rule in rules:
+        find_rule(rule)
+
+
+def cases_of(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[Case, ...]:
+    """Every mode once, blend once per rule."""
+    cases: list[Case] = []
+    for mode in modes:
+        named = [find_rule(rule).name for rule in rules] if mode == "blend" else ["none"]
+        cases += [Case(mode, rule) for rule in named]
+    return tuple(dict.fromkeys(cases))
 
 
 class Sample(NamedTuple):
@@ -167,54 +194,98 @@ class TtftResult:
 def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
     """Measure every case of `config` on the same prompts. `progress` is told what is being done."""
     tell = progress or (lambda line: None)
-    with _threads(config.threads), _store(config) as store:
+    with threads(config.threads):
         tell(f"building {config.shape or config.model}")
-        engine = _engine(config, store)
-        with engine:
+        with _subject(config) as subject:
+            engine = subject.engine
             work = make_prompts(
                 config.num_chunks,
                 config.chunk_tokens,
                 config.question_tokens,
                 config.num_prompts,
-                engine.layers.config.vocab_size,
+                subject.vocab_size,
                 config.seed,
             )
             tell(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
-            samples = _measure(engine, config, work, tell)
+            samples = _measure(subject, config, work, tell)
             return TtftResult(
                 config,
                 engine.name,
                 samples[config.cases[0]][0].report.prompt_tokens,
                 engine.bytes_per_token,
-                hardware_card(config.device),
+                subject.hardware,
                 summarise(samples),
             )
 
 
+class Subject(NamedTuple):
+    """An engine to measure. `prepare` is called before every request, and its time does not count."""
+
+    engine: Engine
+    vocab_size: int
+    hardware: dict[str, Any]
+    prepare: Callable[[SegmentedPrompt, Mode], None] = lambda prompt, mode: None
+
+
+def _subject(config: TtftConfig) -> AbstractContextManager[Subject]:
+    return _vllm(config) if config.backend == "vllm" else _transformers(config)
+
+
+@contextmanager
+def _transformers(config: TtftConfig) -> Iterator[Subject]:
+    with _store(config) as store, _engine(config, store) as engine:
+        yield Subject(engine, engine.layers.config.vocab_size, hardware_card(config.device))
+
+
+@contextmanager
+def _vllm(config: TtftConfig) -> Iterator[Subject]:
+    from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card, warm_prefix_cache
+
+    setup = VllmSetup(
+        shape=config.shape,
+        model=config.model,
+        dtype=config.dtype,
+        seed=config.seed,
+        store=config.store,
+        memory_gib=0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB,
+        num_prompts=2,
+        prompt_tokens=PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + config.question_tokens,
+        vllm_options=config.vllm_options,
+    )
+
+    def prepare(prompt: SegmentedPrompt, mode: Mode) -> None:
+        if mode == "prefix":
+            warm_prefix_cache(engine, [prompt])
+
+    with open_vllm(setup) as (engine, vocab_size):
+        yield Subject(engine, vocab_size, vllm_card(), prepare)
+
+
 def _measure(
-    engine: TransformersEngine, config: TtftConfig, work: PromptSet, tell: Callable[[str], None]
+    subject: Subject, config: TtftConfig, work: PromptSet, tell: Callable[[str], None]
 ) -> dict[Case, list[Sample]]:
     """Warm every case up once, then take turns."""
     tell("warming up")
     for case in config.cases:
-        _sample(engine, work.prompts[0], case, config.ratio)
+        _sample(subject, work.prompts[0], case, config.ratio)
     samples: dict[Case, list[Sample]] = {case: [] for case in config.cases}
     for repeat in range(config.repeats):
         for number, prompt in enumerate(work.prompts):
             tell(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
             for case in config.cases:
-                samples[case].append(_sample(engine, prompt, case, config.ratio))
+                samples[case].append(_sample(subject, prompt, case, config.ratio))
     return samples
 
 
-def _sample(engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, ratio: float) -> Sample:
+def _sample(subject: Subject, prompt: SegmentedPrompt, case: Case, ratio: float) -> Sample:
     """One request of one token, so that nothing is decoded. The engine synchronises the device."""
     rule = "auto" if case.rule == "none" else case.rule
+    subject.prepare(prompt, case.mode)
     reset_peak_rss()
     start_s = process_time()
-    result = engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
+    result = subject.engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
     return Sample(result.report, process_time() - start_s, peak_rss_bytes())
 
 
@@ -292,6 +363,8 @@ def bench_ttft(
     seed: int,
     device: str,
     echo: Callable[[str], None],
+    backend: str = "transformers",
+    vllm_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object.
 
@@ -314,6 +387,8 @@ def bench_ttft(
         store=store,
         seed=seed,
         device=device,
+        backend=backend,
+        vllm_options=vllm_options or {},
     )
     if plot is not None:
         from ragblend.bench.plots import plot_ttft, require_matplotlib
@@ -349,13 +424,14 @@ def _store(config: TtftConfig) -> Iterator[KVStore]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads meanwhile; None leaves it alone."""
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces it with one that does nothing
+    set_threads(count or before)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 def _tell(line: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,12 +51,15 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape("llama", 4, 64, 128, 4, 2, 16, 512, 4096),
+    "llama-1m": Shape("llama", 4, 128, 256, 4, 2, 32, 512, 4096),
+    "llama-50m": Shape("llama", 16, 512, 1408, 8, 2, 64, 8192, 8192),
     "llama-200m": Shape("llama", 16, 1024, 2816, 16, 4, 64, 8192, 8192),
     "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, tied=True),
     "mistral-7b": Shape("mistral", 32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, 1_000_000.0),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, 1_000_000.0),
 }
-"""Shapes by name: a tiny one for tests, a small one for CPUs, and Llama-3.2-1B, Mistral-7B-v0.3 and Qwen3-8B."""
+"""Shapes by name: two tiny ones for tests (vLLM has no attention for heads as small as tiny's), two small ones for
+CPUs, and Llama-3.2-1B, Mistral-7B-v0.3 and Qwen3-8B."""
 
 
 def find_shape(name: str) -> Shape:
@@ -155,9 +159,22 @@ def synthetic_segmenter(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> 
     return Segmenter(number_tokenizer(vocab_size), DeclaredFormat(prefix=prefix))
 
 
+def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    """Write `random_model` of the shape `name` and its tokenizer to `path`, for engines that load models themselves.
+
+    It has no end token: answers are as long as they are asked to be.
+    """
+    shape = find_shape(name)
+    model = random_model(shape, dtype, seed)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.bos_token_id = None
+    model.save_pretrained(path)
+    number_tokenizer(shape.vocab_size).save_pretrained(path)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts over the same chunks: every prompt has all of them, in an order of its own, and its own question."""
+    """Prompts over the same chunks: every prompt has them, or some, in an order of its own, and its own question."""
 
     chunks: tuple[Chunk, ...]
     prompts: tuple[SegmentedPrompt, ...]
@@ -167,8 +184,21 @@ def make_prompts(
     num_chunks: int, chunk_tokens: int, question_tokens: int, num_prompts: int, vocab_size: int, seed: int = 0
 ) -> PromptSet:
     """`num_prompts` prompts of `num_chunks` chunks of `chunk_tokens` tokens, each in a shuffled order."""
+    return draw_prompts(num_chunks, num_chunks, chunk_tokens, question_tokens, num_prompts, vocab_size, seed)
+
+
+def draw_prompts(
+    pool: int,
+    num_chunks: int,
+    chunk_tokens: int,
+    question_tokens: int,
+    num_prompts: int,
+    vocab_size: int,
+    seed: int = 0,
+) -> PromptSet:
+    """`make_prompts` with `num_chunks` of `pool` chunks in each prompt, drawn at random."""
     draw = random.Random(seed)
-    chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(num_chunks)]
+    chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(pool)]
     prompts = []
     for _ in range(num_prompts):
         order = draw.sample(chunks, num_chunks)

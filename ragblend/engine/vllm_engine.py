@@ -74,6 +74,15 @@ class VllmEngine(VllmBase):
             if not finished:
                 self._loop.submit(_Abort(request_id))
 
+    def reset_prefix_cache(self) -> bool:
+        """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
+        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
+        self._loop.submit(_Reset(answer))
+        done = answer.get()
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
         super().close()
@@ -147,19 +156,23 @@ class _Abort(NamedTuple):
     request_id: str
 
 
+class _Reset(NamedTuple):
+    answers: queue.SimpleQueue[bool | BaseException]
+
+
 class _Loop:
     """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Reset | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # nothing is queued once the loop has ended
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
         self._thread.start()
 
-    def submit(self, command: _Add | _Abort) -> None:
+    def submit(self, command: _Add | _Abort | _Reset) -> None:
         """Queue a request, or its end. Raises RagblendError when the engine has stopped."""
         with self._lock:
             if not self._thread.is_alive() or self._failure is not None:
@@ -189,6 +202,8 @@ class _Loop:
             command = self._commands.get()
             if isinstance(command, _Add):
                 self._answers[command.request_id] = command.answers
+            elif isinstance(command, _Reset):
+                command.answers.put(failure)
         for answers in self._answers.values():
             answers.put(failure)
         stop_vllm(self._engine)
@@ -206,6 +221,9 @@ class _Loop:
             if isinstance(command, _Abort):
                 if self._answers.pop(command.request_id, None) is not None:
                     self._engine.abort_request([command.request_id])
+                continue
+            if isinstance(command, _Reset):
+                command.answers.put(bool(self._engine.reset_prefix_cache()))
                 continue
             try:
                 self._add(command)
@@ -236,6 +254,7 @@ class _Loop:
             return  # aborted in the meantime
         (completion,) = output.outputs
         report = report_from(getattr(output, "kv_transfer_params", None))
-        answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report))
+        cached = output.num_cached_tokens or 0
+        answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report, cached))
         if output.finished:
             del self._answers[output.request_id]
