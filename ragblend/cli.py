@@ -35,10 +35,12 @@ from ragblend.cli_support import (
     StoreOption,
     SystemOption,
     TemperatureOption,
+    VllmOptions,
     answer_question,
     embedder_name,
     err,
     generation_options,
+    json_object,
     one_thread,
     open_engine,
     open_index_of,
@@ -55,8 +57,9 @@ from ragblend.cli_support import (
     source_facts,
     split_names,
     split_numbers,
+    use_threads,
 )
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, UsageError
 
 EXIT_CORRUPT, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 6, 130
 
@@ -495,11 +498,14 @@ def bench_ttft(
     tier: Annotated[str, typer.Option("--tier", help="memory or disk.")] = "memory",
     store: Annotated[Path | None, typer.Option("--store", help="Directory for --tier disk.")] = None,
     device: Annotated[str, typer.Option("--device")] = "cpu",
+    backend: Annotated[str, typer.Option("--backend", help="transformers, or vllm in this process.")] = "transformers",
+    vllm_options: VllmOptions = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a bar chart, FILE.png.")] = None,
     json_: JsonOption = False,
 ) -> None:
     """Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians."""
+    use_threads(threads)
     quiet_libraries()
     from ragblend.bench.ttft import bench_ttft as run
 
@@ -521,6 +527,75 @@ def bench_ttft(
         plot=plot,
         seed=seed,
         device=device,
+        echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
+        backend=backend,
+        vllm_options=json_object(vllm_options, "--vllm-options"),
+    )
+    print_json(facts)
+
+
+@bench_app.command("throughput")
+def bench_throughput(
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Random weights: llama-50m (the default), llama-200m, llama-1b, ...")
+    ] = None,
+    model: ModelOption = None,
+    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 128,
+    pool: Annotated[int, typer.Option("--pool", help="Stored chunks that prompts draw from.")] = 24,
+    question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", help="Length of each answer.")] = 8,
+    requests: Annotated[int, typer.Option("--requests", help="Per rate and mode.")] = 20,
+    rates: Annotated[
+        str | None, typer.Option("--rates", help="Requests per second, comma-separated; chosen from full prefill's.")
+    ] = None,
+    bound: Annotated[
+        float | None, typer.Option("--bound", help="Mean TTFT to keep, seconds; twice an idle full prefill's.")
+    ] = None,
+    ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
+    modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,blend",
+    rules: Annotated[str, typer.Option("--rules", help="Comma-separated: cacheblend, first_k, ...")] = "cacheblend",
+    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,
+    memory_gib: Annotated[float, typer.Option("--memory-gib", help="Memory tier in front of the store.")] = 2.0,
+    store: Annotated[Path | None, typer.Option("--store", help="Directory of the store; a temporary one.")] = None,
+    backend: Annotated[str, typer.Option("--backend", help="vllm, in this process; there is no other.")] = "vllm",
+    vllm_options: VllmOptions = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write TTFT over the rate, FILE.png.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
+
+    The defaults take some minutes on one CPU core.
+    """
+    if backend != "vllm":
+        raise UsageError(f"backend is {backend!r}; throughput is measured on a serving engine: --backend vllm")
+    use_threads(threads)
+    quiet_libraries()
+    from ragblend.bench.throughput import bench_throughput as run
+
+    facts = run(
+        shape=shape,
+        model=model,
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        pool=pool,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        num_requests=requests,
+        rates=split_numbers(rates) if rates is not None else None,
+        bound_s=bound,
+        ratio=ratio,
+        modes=split_names(modes),
+        rules=split_names(rules),
+        dtype=dtype,
+        threads=threads,
+        memory_gib=memory_gib,
+        store=store,
+        vllm_options=json_object(vllm_options, "--vllm-options"),
+        seed=seed,
+        plot=plot,
         echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
     )
     print_json(facts)

@@ -53,6 +53,10 @@ ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, pre
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute: auto, cacheblend, ...")]
 RatioOption = Annotated[float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
 MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+VllmOptions = Annotated[
+    str | None,
+    typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
+]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 
 
@@ -79,6 +83,12 @@ def settings_for_demo(arguments: dict[str, Any]) -> Settings:
 def one_thread() -> None:
     """The embedded model is too small to share: on a busy machine two threads wait for each other at every step."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def use_threads(count: int | None) -> None:
+    """Tell every library that computes, before it is imported, how many CPU threads to use; None leaves it alone."""
+    if count is not None and count > 0:
+        os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def quiet_libraries() -> None:
@@ -249,3 +259,14 @@ def progress_bars() -> Iterator[Any]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield tell
+
+
+def json_object(text: str | None, option: str) -> dict[str, Any]:
+    """An option's JSON object; None is an empty one. Raises UsageError for anything else."""
+    try:
+        values = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise UsageError(f"{option} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{option} is {text}; give an object, such as '{{\"enforce_eager\": false}}'")
+    return values

@@ -54,6 +54,41 @@ def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
+    """Write mean TTFT over the request rate, a line per mode of `bench throughput`, up to three times the bound."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    config, hardware, bound = facts["config"], facts["hardware"], facts["bound_s"]
+    many = len(config["rules"]) > 1
+    for found in facts["capacities"]:
+        points = [run for run in facts["runs"] if (run["mode"], run["rule"]) == (found["mode"], found["rule"])]
+        rates, means = [run["rate"] for run in points], [run["ttft_mean_s"] for run in points]
+        best = found["rate_at_bound"]
+        label = found["mode"] + (f" {found['rule']}" if many and found["mode"] == "blend" else "")
+        label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
+        colour = None if many and found["mode"] == "blend" else _COLOURS[found["mode"]]
+        axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=colour, marker="o", ms=4)
+    axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 3 * bound)
+    axes.set_xlabel("requests per second (Poisson arrivals; 0: one at a time)")
+    axes.set_ylabel("mean time to first token, seconds")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    place = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
+    axes.set_title(
+        f"vLLM, {facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, {place}",
+        fontsize="medium",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
 _RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
 _MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
 

@@ -1,0 +1,60 @@
+"""Benchmarks on vLLM, each run once on a tiny shape: every mode is served the way it says, with the envelope's keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragblend.bench.throughput import bench_throughput
+from ragblend.bench.ttft import bench_ttft
+from ragblend.engine.report import MODES
+
+PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
+
+
+def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
+    found = bench_ttft(
+        shape="llama-1m", model=None, chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
+        rules=["cacheblend", "first_k"], dtype="float32", threads=1, repeats=1, questions=2, tier="disk",
+        store=tmp_path / "kv", plot=None, seed=0, device="cpu", echo=lambda line: None, backend="vllm",
+    )  # fmt: skip
+    assert json.loads(json.dumps(found)) == found
+    assert str(tmp_path) not in json.dumps(found)
+    assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ttft", "llama-1m", "vllm")
+    assert found["hardware"]["vllm"]
+    assert found["prompt_tokens"] == PREFIX + 3 * CHUNK + 8
+    full, prefix, reuse, cacheblend, first_k = found["runs"]
+    assert [run["mode"] for run in found["runs"]] == ["full", "prefix", "reuse", "blend", "blend"]
+    assert full["charged_budget"] == 1.0
+    # The first chunk was first before, the others were not; vLLM caches whole blocks.
+    cached = (PREFIX + CHUNK) // BLOCK * BLOCK - PREFIX
+    assert prefix["charged_budget"] == pytest.approx(1 - cached / (3 * CHUNK))
+    assert (reuse["charged_budget"], reuse["num_recomputed_tokens"]) == (0.0, 0)
+    assert (cacheblend["rule"], first_k["rule"]) == ("cacheblend", "first_k")
+    assert cacheblend["num_recomputed_tokens"] == first_k["num_recomputed_tokens"] == 3 * CHUNK // 4
+    assert reuse["load_s"] > 0
+    assert len(list((tmp_path / "kv").rglob("*.safetensors"))) == 3
+
+
+def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = bench_throughput(
+        shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
+        rates=[5.0, 1e6], bound_s=1e6, threads=1, store=tmp_path / "kv", plot=None, echo=lines.append,
+    )  # fmt: skip
+    assert json.loads(json.dumps(found)) == found
+    assert str(tmp_path) not in json.dumps(found)
+    assert found["command"] == "bench throughput"
+    assert [(run["rate"], run["mode"]) for run in found["runs"]] == [
+        (rate, mode) for rate in (5.0, 1e6) for mode in ("full", "prefix", "blend")
+    ]
+    cached = {run["mode"]: run["num_cached_tokens"] for run in found["runs"] if run["rate"] == 5.0}
+    assert cached["full"] == 0
+    assert BLOCK <= cached["prefix"] < cached["blend"]
+    assert all(run["num_requests"] == 3 for run in found["runs"])
+    for capacity in found["capacities"]:
+        assert (capacity["max_rate"], capacity["at_least"]) == (1e6, True)
+        assert capacity["idle_ttft_s"] > 0
+    assert sum(line.startswith(("full", "prefix", "blend")) for line in lines) == 3
