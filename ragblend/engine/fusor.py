@@ -7,12 +7,14 @@ Read `fuse` first; everything else is one of its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ragblend.engine.attention import AttentionMeter
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
 from ragblend.engine.protocols import LayerSource, LayerwiseModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
@@ -94,6 +96,17 @@ class FusePlan:
     checks: tuple[Check, ...]  # see selection.schedule
     num_resident: int = 0
     seed: int = 0
+    probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
+    question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
+    separators: Tensor | None = None  # [T] bool, template tokens of the chunks
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of the question, the last token at least."""
+        start = self.question_start
+        if start is None:
+            start = max((placement.end for placement in self.placements), default=self.num_resident)
+        return max(1, len(self.token_ids) - start)
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -108,6 +121,9 @@ class Fused:
     logits: Tensor  # [vocabulary] float32
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
+    check_cost: float = 0.0  # the part of them that measured deviation at the first check: paid once at any depth
+    probe_s: float = 0.0  # seconds until the question's attention was known, waiting for its layers included
+    attention: Tensor | None = None  # [T] float32, what the probe found
 
 
 @torch.inference_mode()
@@ -119,19 +135,26 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
     check asks for, and only those go on. Layer by layer, computed rows replace stored ones, and each computed
     token attends to everything at or before its own position. Ratio 1.0 is therefore full prefill.
     """
-    is_candidate, offsets = _candidates(plan)
-    active = _active_rows(plan, is_candidate, offsets)
+    known = _candidates(plan)
+    probe = _probe(model, plan, fused, layers, known) if _wants_probe(model, plan, known) else None
+    active = _active_rows(plan, known)
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
+    check_cost = 0.0
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        probed = 0
-        if layer in checks and bool(is_candidate[active].any()):
-            kept, probed = _check(model, plan, fused, layer, checks[layer], hidden, active, is_candidate, offsets)
+        cost = 0.0 if probe is None else probe.rows_at(layer)
+        if layer in checks and bool(known.mask[active].any()):
+            kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
             hidden, active = hidden[kept], active[kept]
-        rows_per_layer.append(int(is_candidate[active].sum()) + probed * model.kv_share)
+            cost += num_measured * model.kv_share
+            check_cost = check_cost or num_measured * model.kv_share
+        rows_per_layer.append(int(known.mask[active].sum()) + cost)
+        if layer == 0 and probe is not None:
+            hidden = _run_first_layer(model, fused, hidden, active, known, probe)
+            continue
         if layer < last_layer:
             hidden = model.run_layer(layer, hidden, active, fused)
             continue
@@ -140,11 +163,36 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
         fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
         hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
     fused.length = len(plan.token_ids)
-    return Fused(model.logits(hidden)[-1], active[is_candidate[active]], rows_per_layer)
+    return Fused(
+        model.logits(hidden)[-1],
+        active[known.mask[active]],
+        rows_per_layer,
+        check_cost,
+        probe.seconds if probe is not None else 0.0,
+        known.attention,
+    )
 
 
-def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
-    """[T] bool, rows whose stored KV may be replaced; [T] int64, place within the chunk."""
+@dataclass(slots=True)
+class _Known:
+    """What is known about every token of the prompt before the first check. All tensors [T]."""
+
+    mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
+    offsets: Tensor  # int64, place within the chunk
+    separators: Tensor  # bool, the chunks' template
+    seed: int
+    attention: Tensor | None = None  # float32, once the question was run ahead
+
+    def evidence(self, rows: Tensor) -> Evidence:
+        """About the tokens at `rows` [N]."""
+        attention = None if self.attention is None else self.attention[rows]
+        return Evidence(
+            rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed
+        )
+
+
+def _candidates(plan: FusePlan) -> _Known:
+    """Which rows may be replaced, and where in their chunk they are."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
@@ -152,24 +200,106 @@ def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
         is_candidate[placement.start : placement.end] = not placement.exact
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    return is_candidate, offsets
+    separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
+    return _Known(is_candidate, offsets, separators, plan.seed)
 
 
-def _active_rows(plan: FusePlan, is_candidate: Tensor, offsets: Tensor) -> Tensor:
-    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
-    active = torch.ones(len(plan.token_ids), dtype=torch.bool, device=is_candidate.device)
-    active[: plan.num_resident] = False
+def _fresh_rows(plan: FusePlan) -> Tensor:
+    """[T] bool: tokens without stored KV, which run through every layer; the last token is always one."""
+    fresh = torch.ones(len(plan.token_ids), dtype=torch.bool, device=plan.token_ids.device)
+    fresh[: plan.num_resident] = False
     for placement in plan.placements:
-        active[placement.start : placement.end] = False
-    active[-1] = True
+        fresh[placement.start : placement.end] = False
+    fresh[-1] = True
+    return fresh
+
+
+# -- the question, run ahead
+
+
+class _Probe(NamedTuple):
+    """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
+
+    rows: Tensor  # positions [F]
+    hidden: Tensor  # [F, hidden size] after layer 0
+    last_layer: int
+    seconds: float
+
+    def rows_at(self, layer: int) -> int:
+        """Token-layers that the probe adds at `layer`; none at layer 0, whose output is used again."""
+        return len(self.rows) if 0 < layer <= self.last_layer else 0
+
+
+def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
+    """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
+    layer 0's keys and values depend on the token alone, so stored ones are exact."""
+    wanted = plan.probe_layers and 0 < plan.checks[0].ratio < 1
+    return bool(wanted) and model.num_layers > 1 and bool(known.mask.any())
+
+
+def _probe(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSource, known: _Known) -> _Probe:
+    """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
+
+    Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
+    main pass replaces it.
+    """
+    start_s = perf_counter()
+    rows = _fresh_rows(plan).nonzero().flatten()
+    hidden = first = model.embed(plan.token_ids[rows])
+    meter = AttentionMeter(len(plan.token_ids), plan.num_queries)
+    for layer in range(plan.probe_layers[-1] + 1):
+        layers.wait(layer)
+        if layer in plan.probe_layers:
+            hidden = model.run_layer_watched(layer, hidden, rows, fused, meter)
+        else:
+            hidden = model.run_layer(layer, hidden, rows, fused)
+        if layer == 0:
+            first = hidden
+    seen = torch.stack(meter.layers)
+    assert plan.rule.probe is not None
+    known.attention = seen.amax(0) if plan.rule.probe.pool == "max" else seen.mean(0)
+    return _Probe(rows, first, plan.probe_layers[-1], perf_counter() - start_s)
+
+
+def _run_first_layer(
+    model: LayerwiseModel, fused: FusedKV, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe
+) -> Tensor:
+    """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
+    stale = known.mask[active]
+    if bool(stale.any()):
+        hidden[stale] = model.run_layer(0, hidden[stale], active[stale], fused)
+    hidden[~stale] = probe.hidden
+    return hidden
+
+
+# -- the choice
+
+
+def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
+    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
+    active = _fresh_rows(plan)
     first = plan.checks[0]
-    if first.ratio >= 1 or (plan.rule.needs_deviation and first.ratio > 0):
-        active |= is_candidate
+    rows = known.mask.nonzero().flatten()
+    count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
+    if first.ratio >= 1:
+        active |= known.mask
+    elif first.ratio > 0 and not plan.rule.needs_deviation:
+        active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif first.ratio > 0:
-        rows = is_candidate.nonzero().flatten()
-        scores = plan.rule.score(Evidence(rows, offsets[rows], seed=plan.seed))
-        active[rows[_top(scores, num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows)))]] = True
+        # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
+        share = num_to_recompute(plan.rule.candidate_share, plan.num_chunk_tokens, len(rows))
+        active[_most_attended(plan, known, rows, max(count, share))] = True
     return active.nonzero().flatten()
+
+
+def _most_attended(plan: FusePlan, known: _Known, rows: Tensor, count: int) -> Tensor:
+    """The `count` of the candidates `rows` [N] that the question attends to most; all of them without a probe."""
+    if known.attention is None or count >= len(rows):
+        return rows
+    attention = known.attention[rows]
+    if plan.rule.skips_separators:
+        attention = attention.masked_fill(known.separators[rows], -torch.inf)
+    return rows[_top(attention, count)]
 
 
 def _check(
@@ -180,23 +310,20 @@ def _check(
     ratio: float,
     hidden: Tensor,
     active: Tensor,
-    is_candidate: Tensor,
-    offsets: Tensor,
+    known: _Known,
 ) -> tuple[Tensor, int]:
-    """Indices into `active` that go on, and how many tokens were probed. Only norm and K/V projection run here."""
-    candidate = is_candidate[active].nonzero().flatten()
+    """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    candidate = known.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
-    evidence = Evidence(
-        rows,
-        offsets[rows],
-        _deviation(model.place_keys(layer, fresh.keys, rows), stored.keys),
-        _deviation(fresh.values, stored.values),
-        plan.seed,
+    evidence = replace(
+        known.evidence(rows),
+        key_deviation=_deviation(model.place_keys(layer, fresh.keys, rows), stored.keys),
+        value_deviation=_deviation(fresh.values, stored.values),
     )
-    chosen = _top(plan.rule.score(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
-    goes_on = ~is_candidate[active]
+    chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
+    goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True
     return goes_on.nonzero().flatten(), len(rows)
 

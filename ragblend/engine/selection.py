@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Evidence:
     offsets: Tensor  # int64, place within the chunk
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
+    attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
+    separators: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
     seed: int = 0
 
 
@@ -72,6 +74,27 @@ def position(evidence: Evidence) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Where a rule reads the question's attention: the layers from `start` to `stop`, as shares of the depth.
+
+    The question runs through the layers 0 .. stop over stale KV first; each layer read counts, `pool` joins them.
+    """
+
+    start: float
+    stop: float
+    pool: Literal["max", "mean"] = "max"
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers read, ascending; at least one.
+
+        >>> Probe(0.2, 0.6).layers(5), Probe(0.0, 0.01).layers(32)
+        ((1, 2), (0,))
+        """
+        start = min(num_layers - 1, round(self.start * num_layers))
+        return tuple(range(start, max(start + 1, min(num_layers, round(self.stop * num_layers)))))
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A named way to choose tokens, and what it needs to see."""
 
@@ -79,6 +102,16 @@ class Rule:
     score: Callable[[Evidence], Tensor]
     needs_deviation: bool  # runs the layers before the check layer for all candidates
     gradual: bool = False  # filters again at every layer after the check layer
+    probe: Probe | None = None  # reads the question's attention before anything is chosen
+    candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the check layer
+    skips_separators: bool = False  # template tokens are chosen only when nothing else is left
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """[N] float32; the highest are recomputed."""
+        scores = self.score(evidence)
+        if self.skips_separators and evidence.separators is not None:
+            return scores.masked_fill(evidence.separators, -math.inf)
+        return scores
 
 
 RULES: dict[str, Rule] = {
@@ -185,9 +218,18 @@ def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> fl
     return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
 
 
-def charged_budget_at(depth: int, rows_per_layer: Sequence[float], num_chunk_tokens: int, check_layer: int) -> float:
+def charged_budget_at(
+    depth: int,
+    rows_per_layer: Sequence[float],
+    num_chunk_tokens: int,
+    check_layer: int,
+    check_cost: float = 0.0,
+) -> float:
     """The same rule's charged budget in a model of `depth` layers: layers up to the check cost the same, the mean
     of the rest fills the depth. In a shallow model the check is most of the bill; this is the bill of a deep one.
+
+    `check_cost`: the part of `rows_per_layer` that measured deviation at the check layer, paid once at any depth.
+    A probe of the question's attention reads a share of the depth, so it stays in the mean.
 
     >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225
@@ -195,5 +237,5 @@ def charged_budget_at(depth: int, rows_per_layer: Sequence[float], num_chunk_tok
     head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
     if not tail or depth <= check_layer:
         return charged_budget(rows_per_layer, num_chunk_tokens)
-    mean = sum(tail) / len(tail)
-    return charged_budget([*head, *[mean] * (depth - len(head))], num_chunk_tokens)
+    mean = (sum(tail) - check_cost) / len(tail)
+    return charged_budget([*head, check_cost + mean, *[mean] * (depth - len(head) - 1)], num_chunk_tokens)
