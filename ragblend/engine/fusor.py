@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import AttentionMeter
+from ragblend.engine.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
 from ragblend.engine.protocols import LayerSource, LayerwiseModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
@@ -121,7 +121,7 @@ class Fused:
     logits: Tensor  # [vocabulary] float32
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
-    check_cost: float = 0.0  # the part of them that measured deviation at the first check: paid once at any depth
+    fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
     probe_s: float = 0.0  # seconds until the question's attention was known, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, what the probe found
 
@@ -132,8 +132,10 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
     stored KV, all that are candidates run up to the first check layer; there the rule keeps the share that the
-    check asks for, and only those go on. Layer by layer, computed rows replace stored ones, and each computed
-    token attends to everything at or before its own position. Ratio 1.0 is therefore full prefill.
+    check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
+    KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
+    replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
+    therefore full prefill.
     """
     known = _candidates(plan)
     probe = _probe(model, plan, fused, layers, known) if _wants_probe(model, plan, known) else None
@@ -141,16 +143,16 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
-    check_cost = 0.0
+    fixed_cost = 0.0
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        cost = 0.0 if probe is None else probe.rows_at(layer)
+        cost = 0.0 if probe is None else float(probe.rows_at(layer))
         if layer in checks and bool(known.mask[active].any()):
             kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
             hidden, active = hidden[kept], active[kept]
             cost += num_measured * model.kv_share
-            check_cost = check_cost or num_measured * model.kv_share
+            fixed_cost = fixed_cost or cost
         rows_per_layer.append(int(known.mask[active].sum()) + cost)
         if layer == 0 and probe is not None:
             hidden = _run_first_layer(model, fused, hidden, active, known, probe)
@@ -167,7 +169,7 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSou
         model.logits(hidden)[-1],
         active[known.mask[active]],
         rows_per_layer,
-        check_cost,
+        fixed_cost,
         probe.seconds if probe is not None else 0.0,
         known.attention,
     )
@@ -182,13 +184,12 @@ class _Known:
     separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
+    queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
         attention = None if self.attention is None else self.attention[rows]
-        return Evidence(
-            rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed
-        )
+        return Evidence(rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed)
 
 
 def _candidates(plan: FusePlan) -> _Known:
@@ -233,8 +234,8 @@ class _Probe(NamedTuple):
 def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
     """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
     layer 0's keys and values depend on the token alone, so stored ones are exact."""
-    wanted = plan.probe_layers and 0 < plan.checks[0].ratio < 1
-    return bool(wanted) and model.num_layers > 1 and bool(known.mask.any())
+    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(known.mask.any())
 
 
 def _probe(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerSource, known: _Known) -> _Probe:
@@ -246,18 +247,21 @@ def _probe(model: LayerwiseModel, plan: FusePlan, fused: FusedKV, layers: LayerS
     start_s = perf_counter()
     rows = _fresh_rows(plan).nonzero().flatten()
     hidden = first = model.embed(plan.token_ids[rows])
-    meter = AttentionMeter(len(plan.token_ids), plan.num_queries)
+    masses: list[Tensor] = []
     for layer in range(plan.probe_layers[-1] + 1):
         layers.wait(layer)
         if layer in plan.probe_layers:
-            hidden = model.run_layer_watched(layer, hidden, rows, fused, meter)
+
+            def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+                known.queries[layer] = queries.last(plan.num_queries)
+                masses.append(attention_mass(known.queries[layer], keys))
+
+            hidden = model.run_layer_watched(layer, hidden, rows, fused, watch)
         else:
             hidden = model.run_layer(layer, hidden, rows, fused)
         if layer == 0:
             first = hidden
-    seen = torch.stack(meter.layers)
-    assert plan.rule.probe is not None
-    known.attention = seen.amax(0) if plan.rule.probe.pool == "max" else seen.mean(0)
+    known.attention = torch.stack(masses).mean(0)
     return _Probe(rows, first, plan.probe_layers[-1], perf_counter() - start_s)
 
 
@@ -317,11 +321,16 @@ def _check(
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
+    fresh = LayerKV(model.place_keys(layer, fresh.keys, rows), fresh.values)
     evidence = replace(
         known.evidence(rows),
-        key_deviation=_deviation(model.place_keys(layer, fresh.keys, rows), stored.keys),
+        key_deviation=_deviation(fresh.keys, stored.keys),
         value_deviation=_deviation(fresh.values, stored.values),
     )
+    if layer in known.queries:
+        length = len(plan.token_ids)
+        stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
+        evidence = replace(evidence, effect=repair_effect(known.queries[layer], stale, rows, fresh))
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True

@@ -92,7 +92,7 @@ class LayerLoader:
             self._thread.join()
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is not placed again."""
+        """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
         if layer < self._num_waited:
             return
         start_s = perf_counter()

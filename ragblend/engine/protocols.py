@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ragblend.engine.attention import Queries
 from ragblend.engine.kv import ChunkKV, LayerKV
 from ragblend.engine.report import Generation, Mode
 from ragblend.segments import Part, SegmentedPrompt, Segmenter
@@ -64,9 +65,9 @@ class LayerSource(Protocol):
     def wait(self, layer: int) -> None: ...
 
 
-Watch = Callable[[Tensor, Tensor, Tensor, float], None]
-"""Sees one layer's attention: queries [Hq, R, D] at rows [R] and keys [H, rows[-1] + 1, D], both rotated, and the
-factor on their product. Called before the layer's output exists; keeps no reference to the tensors."""
+Watch = Callable[[Queries, Tensor], None]
+"""Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
+before the layer's output exists; the queries may be kept, the keys may not."""
 
 
 class LayerwiseModel(Protocol):

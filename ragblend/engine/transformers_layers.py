@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ragblend.engine.attention import Queries
 from ragblend.engine.kv import LayerKV
 from ragblend.engine.protocols import FusedLayers, Watch
 from ragblend.engine.rope import exact_context, rotate
@@ -80,7 +81,7 @@ def _attention(
         )
         return output, None
     if blend_watch is not None:
-        blend_watch(query[0], key[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        blend_watch(Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling), key[0])
     return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -184,9 +185,7 @@ class TransformersLayers:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
         return self._run(layer, hidden, rows, fused)
 
-    def run_layer_watched(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch
-    ) -> Tensor:
+    def run_layer_watched(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
         return self._run(layer, hidden, rows, fused, blend_watch=watch)
 
