@@ -11,6 +11,7 @@ Read `Segmenter.tokenize` first.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,6 +134,8 @@ class Segment:
     token_ids: tuple[int, ...]
     start: int
     chunk: Chunk | None = None
+    num_lead: int = 0  # tokens that the chunk's template puts before its text, such as <doc>
+    num_tail: int = 0  # and behind it
 
     @property
     def num_tokens(self) -> int:
@@ -397,13 +400,21 @@ class Segmenter:
                 kind = "suffix"
             elif chunk is None and index == 0:
                 kind = "prefix"
-            segments.append(Segment(kind, tuple(ids), position, chunk))
+            lead, tail = self.chunk_frame(chunk) if chunk is not None else (0, 0)
+            segments.append(Segment(kind, tuple(ids), position, chunk, lead, tail))
             position += len(ids)
         return TokenizedPrompt(tuple(segments))
 
     def chunk_ids(self, chunk: Part) -> tuple[int, ...]:
         """The one id sequence of a chunk, template included: the same in every prompt."""
         return tuple(token for piece in self.format.chunk_pieces(_as_chunk(chunk)) for token in self._ids(piece))
+
+    def chunk_frame(self, chunk: Part) -> tuple[int, int]:
+        """How many of the chunk's ids its template puts before its text, and how many behind it."""
+        pieces = list(self.format.chunk_pieces(_as_chunk(chunk)))
+        lead = list(itertools.takewhile(lambda piece: piece.trusted, pieces))
+        tail = list(itertools.takewhile(lambda piece: piece.trusted, reversed(pieces[len(lead) :])))
+        return sum(len(self._ids(piece)) for piece in lead), sum(len(self._ids(piece)) for piece in tail)
 
     def default_prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
         """What ingestion computes chunks behind: the ids before the first chunk of a plain question with `system`."""

@@ -362,6 +362,19 @@ def test_count_tokens_counts_the_chunks_own_template(segmenters):
 # --- formats ---
 
 
+@pytest.mark.parametrize("name", ["plain", "declared"])
+def test_a_segment_knows_which_of_its_tokens_are_template(name, segmenters):
+    segmenter = segmenters[name]
+    prompt = segmenter.tokenize(SegmentedPrompt(["the chunk", "another"], "what?"))
+    for segment in prompt.chunk_segments:
+        inner = segment.token_ids[segment.num_lead : segment.num_tokens - segment.num_tail]
+        lead, tail = segment.token_ids[: segment.num_lead], segment.token_ids[segment.num_lead + len(inner) :]
+        assert segmenter.decode(inner).strip() == segment.chunk.text
+        template = [piece.text for piece in segmenter.format.chunk_pieces(segment.chunk) if piece.trusted]
+        assert [*lead, *tail] == [token for text in template for token in segmenter._ids(Piece(text, trusted=True))]
+    assert all(s.num_lead == s.num_tail == 0 for s in prompt.segments if s.kind != "chunk")
+
+
 def test_the_plain_format_writes_question_and_answer(segmenters):
     segmenter = segmenters["plain"]
     prompt = SegmentedPrompt.from_messages(

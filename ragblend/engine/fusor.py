@@ -7,12 +7,14 @@ Read `fuse` first; everything else is one of its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ragblend.engine.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
 from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
@@ -98,6 +100,17 @@ class FusePlan:
     seed: int = 0
     wants_logits: bool = True  # False: only the KV is wanted, and the last token is like any other
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up deviations where each rank has some of the heads
+    probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
+    question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
+    separators: Tensor | None = None  # [T] bool, template tokens of the chunks
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of the question, the last token at least."""
+        start = self.question_start
+        if start is None:
+            start = max((placement.end for placement in self.placements), default=self.num_resident)
+        return max(1, len(self.token_ids) - start)
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -112,6 +125,9 @@ class Fused:
     logits: Tensor  # [vocabulary] float32; empty where the plan wants none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
+    fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
+    probe_s: float = 0.0  # seconds until the question's attention was known, waiting for its layers included
+    attention: Tensor | None = None  # [T] float32, what the probe found
 
 
 def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
@@ -119,8 +135,10 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: Laye
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
     stored KV, all that are candidates run up to the first check layer; there the rule keeps the share that the
-    check asks for, and only those go on. Layer by layer, computed rows replace stored ones, and each computed
-    token attends to everything at or before its own position. Ratio 1.0 is therefore full prefill.
+    check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
+    KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
+    replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
+    therefore full prefill.
     """
     return _drain(fuse_steps(model, plan, fused, layers))
 
@@ -130,36 +148,64 @@ def fuse_steps(
     model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource
 ) -> Generator[int, None, Fused]:
     """`fuse`, a layer at a time, for callers with other work in between: yields the rows that each layer ran."""
-    is_candidate, offsets = _candidates(plan)
-    active = _active_rows(plan, is_candidate, offsets)
+    known = _candidates(plan)
+    probe = _probe(model, plan, fused, layers, known) if _wants_probe(model, plan, known) else None
+    active = _active_rows(plan, known)
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
+    fixed_cost = 0.0
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        probed = 0
-        if layer in checks and bool(is_candidate[active].any()):
-            kept, probed = _check(model, plan, fused, layer, checks[layer], hidden, active, is_candidate, offsets)
+        cost = 0.0 if probe is None else float(probe.rows_at(layer))
+        if layer in checks and bool(known.mask[active].any()):
+            kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
             hidden, active = hidden[kept], active[kept]
-        rows_per_layer.append(int(is_candidate[active].sum()) + probed * model.kv_share)
-        if len(active):
-            if layer < last_layer:
-                hidden = model.run_layer(layer, hidden, active, fused)
-            else:
-                # The last layer's output is needed for the last token alone; of the others only K and V.
-                fresh = model.project_kv(layer, hidden)
-                fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
-                if plan.wants_logits:
-                    hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
+            cost += num_measured * model.kv_share
+            fixed_cost = fixed_cost or cost
+        rows_per_layer.append(int(known.mask[active].sum()) + cost)
+        if layer == 0 and probe is not None:
+            hidden = _run_first_layer(model, fused, hidden, active, known, probe)
+        elif len(active) and layer < last_layer:
+            hidden = model.run_layer(layer, hidden, active, fused)
+        elif len(active):
+            # The last layer's output is needed for the last token alone; of the others only K and V.
+            fresh = model.project_kv(layer, hidden)
+            fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
+            if plan.wants_logits:
+                hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
         yield len(active)
     fused.length = len(plan.token_ids)
-    logits = model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0)
-    return Fused(logits, active[is_candidate[active]], rows_per_layer)
+    return Fused(
+        model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
+        active[known.mask[active]],
+        rows_per_layer,
+        fixed_cost,
+        probe.seconds if probe is not None else 0.0,
+        known.attention,
+    )
 
 
-def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
-    """[T] bool, rows whose stored KV may be replaced; [T] int64, place within the chunk."""
+@dataclass(slots=True)
+class _Known:
+    """What is known about every token of the prompt before the first check. All tensors [T]."""
+
+    mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
+    offsets: Tensor  # int64, place within the chunk
+    separators: Tensor  # bool, the chunks' template
+    seed: int
+    attention: Tensor | None = None  # float32, once the question was run ahead
+    queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
+
+    def evidence(self, rows: Tensor) -> Evidence:
+        """About the tokens at `rows` [N]."""
+        attention = None if self.attention is None else self.attention[rows]
+        return Evidence(rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed)
+
+
+def _candidates(plan: FusePlan) -> _Known:
+    """Which rows may be replaced, and where in their chunk they are."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
@@ -168,25 +214,110 @@ def _candidates(plan: FusePlan) -> tuple[Tensor, Tensor]:
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
-    return is_candidate, offsets
+    separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
+    return _Known(is_candidate, offsets, separators, plan.seed)
 
 
-def _active_rows(plan: FusePlan, is_candidate: Tensor, offsets: Tensor) -> Tensor:
-    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
-    active = torch.ones(len(plan.token_ids), dtype=torch.bool, device=is_candidate.device)
-    active[: plan.num_resident] = False
+def _fresh_rows(plan: FusePlan) -> Tensor:
+    """[T] bool: tokens without stored KV, which run through every layer; the last token is always one."""
+    fresh = torch.ones(len(plan.token_ids), dtype=torch.bool, device=plan.token_ids.device)
+    fresh[: plan.num_resident] = False
     for placement in plan.placements:
-        active[placement.start : placement.end] = False
+        fresh[placement.start : placement.end] = False
     if plan.wants_logits:
-        active[-1] = True
+        fresh[-1] = True
+    return fresh
+
+
+# -- the question, run ahead
+
+
+class _Probe(NamedTuple):
+    """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
+
+    rows: Tensor  # positions [F]
+    hidden: Tensor  # [F, hidden size] after layer 0
+    last_layer: int
+    seconds: float
+
+    def rows_at(self, layer: int) -> int:
+        """Token-layers that the probe adds at `layer`; none at layer 0, whose output is used again."""
+        return len(self.rows) if 0 < layer <= self.last_layer else 0
+
+
+def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
+    """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
+    layer 0's keys and values depend on the token alone, so stored ones are exact."""
+    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(known.mask.any())
+
+
+def _probe(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known) -> _Probe:
+    """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
+
+    Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
+    main pass replaces it.
+    """
+    start_s = perf_counter()
+    rows = _fresh_rows(plan).nonzero().flatten()
+    hidden = first = model.embed(plan.token_ids[rows])
+    masses: list[Tensor] = []
+    for layer in range(plan.probe_layers[-1] + 1):
+        layers.wait(layer)
+        if layer in plan.probe_layers:
+
+            def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+                known.queries[layer] = queries.last(plan.num_queries)
+                masses.append(attention_mass(known.queries[layer], keys))
+
+            hidden = model.run_layer_watched(layer, hidden, rows, fused, watch)
+        else:
+            hidden = model.run_layer(layer, hidden, rows, fused)
+        if layer == 0:
+            first = hidden
+    known.attention = torch.stack(masses).mean(0)
+    return _Probe(rows, first, plan.probe_layers[-1], perf_counter() - start_s)
+
+
+def _run_first_layer(
+    model: LayerwiseModel, fused: FusedLayers, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe
+) -> Tensor:
+    """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
+    stale = known.mask[active]
+    if bool(stale.any()):
+        hidden[stale] = model.run_layer(0, hidden[stale], active[stale], fused)
+    hidden[~stale] = probe.hidden
+    return hidden
+
+
+# -- the choice
+
+
+def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
+    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
+    active = _fresh_rows(plan)
     first = plan.checks[0]
-    if first.ratio >= 1 or (plan.rule.needs_deviation and first.ratio > 0):
-        active |= is_candidate
+    rows = known.mask.nonzero().flatten()
+    count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
+    if first.ratio >= 1:
+        active |= known.mask
+    elif first.ratio > 0 and not plan.rule.needs_deviation:
+        active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif first.ratio > 0:
-        rows = is_candidate.nonzero().flatten()
-        scores = plan.rule.score(Evidence(rows, offsets[rows], seed=plan.seed))
-        active[rows[_top(scores, num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows)))]] = True
+        # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
+        share = num_to_recompute(plan.rule.candidate_share, plan.num_chunk_tokens, len(rows))
+        active[_most_attended(plan, known, rows, max(count, share))] = True
     return active.nonzero().flatten()
+
+
+def _most_attended(plan: FusePlan, known: _Known, rows: Tensor, count: int) -> Tensor:
+    """The `count` of the candidates `rows` [N] that the question attends to most; all of them without a probe."""
+    if known.attention is None or count >= len(rows):
+        return rows
+    attention = known.attention[rows]
+    if plan.rule.skips_separators:
+        attention = attention.masked_fill(known.separators[rows], -torch.inf)
+    return rows[_top(attention, count)]
 
 
 def _check(
@@ -197,23 +328,24 @@ def _check(
     ratio: float,
     hidden: Tensor,
     active: Tensor,
-    is_candidate: Tensor,
-    offsets: Tensor,
+    known: _Known,
 ) -> tuple[Tensor, int]:
-    """Indices into `active` that go on, and how many tokens were probed. Only norm and K/V projection run here."""
-    candidate = is_candidate[active].nonzero().flatten()
+    """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    candidate = known.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
-    deviations = (
-        _deviation(model.place_keys(layer, fresh.keys, rows), stored.keys),
-        _deviation(fresh.values, stored.values),
-    )
+    fresh = LayerKV(model.place_keys(layer, fresh.keys, rows), fresh.values)
+    deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
     if plan.sum_over_ranks is not None:
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
-    evidence = Evidence(rows, offsets[rows], *deviations, plan.seed)
-    chosen = _top(plan.rule.score(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
-    goes_on = ~is_candidate[active]
+    evidence = replace(known.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
+    if layer in known.queries:
+        length = len(plan.token_ids)
+        stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
+        evidence = replace(evidence, effect=repair_effect(known.queries[layer], stale, rows, fresh))
+    chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
+    goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True
     return goes_on.nonzero().flatten(), len(rows)
 

@@ -68,6 +68,7 @@ class LayerLoader:
         self._threaded = any(not isinstance(placement.kv, MemoryKV) for placement in placements)
         self._thread: threading.Thread | None = None
         self._rows = [torch.arange(placement.start, placement.end, device=device) for placement in placements]
+        self._num_waited = 0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
 
@@ -91,7 +92,9 @@ class LayerLoader:
             self._thread.join()
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; re-raises the reader's error."""
+        """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
+        if layer < self._num_waited:
+            return
         start_s = perf_counter()
         if self._thread is None:
             self._load(layer)
@@ -100,6 +103,7 @@ class LayerLoader:
             if self._error is not None:
                 raise self._error
             self._ahead.release()
+        self._num_waited = layer + 1
         self.stall_s += perf_counter() - start_s
 
     def _read_all(self) -> None:

@@ -6,13 +6,14 @@ Small Protocols, no inheritance. Implementations: `store`, `disk` (KVStore), `lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from torch import Tensor
 
+from ragblend.engine.attention import Queries
 from ragblend.engine.kv import ChunkKV, LayerKV
 from ragblend.engine.report import Generation, Mode
 from ragblend.segments import Part, SegmentedPrompt, Segmenter
@@ -60,10 +61,16 @@ class FusedLayers(Protocol):
 class LayerSource(Protocol):
     """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
 
-    It raises DamagedEntryError when stored bytes turn out wrong: the request starts again with that chunk as a miss.
+    Layers are waited for in ascending order; a layer waited for before is there at once. It raises DamagedEntryError
+    when stored bytes turn out wrong: the request starts again with that chunk as a miss.
     """
 
     def wait(self, layer: int) -> None: ...
+
+
+Watch = Callable[[Queries, Tensor], None]
+"""Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
+before the layer's output exists; the queries may be kept, the keys may not."""
 
 
 class LayerwiseModel(Protocol):
@@ -82,6 +89,9 @@ class LayerwiseModel(Protocol):
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor: ...
+    def run_layer_watched(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch
+    ) -> Tensor: ...  # `run_layer`, whose queries and keys `watch` sees
     def run_layer_keeping_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
     ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]

@@ -37,6 +37,7 @@ class BlendReport:
     load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing where it comes from disk
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0
+    probe_s: float = 0.0  # until the rule knew the question's attention: part of fuse_s, and of stall_s while loading
     decode_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -3,6 +3,11 @@
 A rule turns `Evidence` about the N candidate tokens into scores [N]; the fusor recomputes the highest. Candidates
 are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
 is not among them. Knows tensors only.
+
+Where the evidence comes from: positions, offsets and separators from the plan; deviations from the check layer, where
+the fusor computes K and V of the candidates afresh; attention and effect from the question, which the fusor runs ahead
+over stale KV as far as the rule reads (`probe_layers`). Read at layer 1, the question's queries are exact, because
+layer 0 is.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ class Evidence:
     offsets: Tensor  # int64, place within the chunk
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
+    attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
+    effect: Tensor | None = None  # float32, how far the question's attention output moves if this token is repaired
+    separators: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
     seed: int = 0
 
 
@@ -53,6 +61,25 @@ def cacheblend_k(evidence: Evidence) -> Tensor:
     """Squared deviation of K at the check layer (LMCache's blender)."""
     assert evidence.key_deviation is not None
     return evidence.key_deviation
+
+
+def attention(evidence: Evidence) -> Tensor:
+    """What the question attends to, in middle layers (ProphetKV, InfoFlow): relevance without drift."""
+    assert evidence.attention is not None
+    return evidence.attention
+
+
+def attention_k(evidence: Evidence) -> Tensor:
+    """Drift times relevance: squared deviation of K, weighted by the question's attention."""
+    assert evidence.key_deviation is not None
+    assert evidence.attention is not None
+    return evidence.key_deviation * evidence.attention
+
+
+def repair(evidence: Evidence) -> Tensor:
+    """How far the question's attention output at the check layer moves when this token alone is repaired."""
+    assert evidence.effect is not None
+    return evidence.effect
 
 
 def first_k(evidence: Evidence) -> Tensor:
@@ -79,6 +106,17 @@ class Rule:
     score: Callable[[Evidence], Tensor]
     needs_deviation: bool  # runs the layers before the check layer for all candidates
     gradual: bool = False  # filters again at every layer after the check layer
+    needs_attention: bool = False  # runs the question ahead, over stale KV, to see what it attends to
+    attention_depth: tuple[float, float] | None = None  # read there, as shares of the depth; None: at the check layers
+    candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer
+    skips_separators: bool = False  # template tokens are chosen only when nothing else is left
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """[N] float32; the highest are recomputed."""
+        scores = self.score(evidence)
+        if self.skips_separators and evidence.separators is not None:
+            return scores.masked_fill(evidence.separators, -math.inf)
+        return scores
 
 
 RULES: dict[str, Rule] = {
@@ -87,15 +125,21 @@ RULES: dict[str, Rule] = {
         Rule("cacheblend", cacheblend, needs_deviation=True),
         Rule("cacheblend_gradual", cacheblend, needs_deviation=True, gradual=True),
         Rule("cacheblend_k", cacheblend_k, needs_deviation=True),
+        Rule("repair", repair, True, needs_attention=True, candidate_share=0.4, skips_separators=True),
+        Rule("attention_k", attention_k, True, needs_attention=True, candidate_share=0.4, skips_separators=True),
+        Rule("attention", attention, False, needs_attention=True, attention_depth=(0.2, 0.8), skips_separators=True),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),
     )
 }
 
-# On the demo model K deviation stays as close or closer to full prefill than V deviation at 10, 15 and 20 %
-# (notebooks/04_quality_vs_ratio: first-token KL), at the same cost.
-AUTO = "cacheblend_k"
+# Measured on the demo model's held-out reference questions in contexts of 200 and 384 tokens: at 5 % `repair` is closer
+# to full prefill (first-token KL) than `cacheblend_k` at 15 %, for fewer token-layers at the same ratio. `attention_k`
+# comes close; smoothing scores over neighbours, forcing the first tokens of chunks and sums of ranks were worse.
+# A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
+AUTO = "repair"
+FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
 
 
 def find_rule(name: str) -> Rule:
@@ -174,6 +218,39 @@ def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -
     return min(num_candidates, math.ceil(round(ratio * num_chunk_tokens, 6)))
 
 
+def probe_layers(rule: Rule, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
+    """The layers at which `rule` reads the question's attention, ascending; () when it does not.
+
+    >>> probe_layers(RULES["repair"], [Check(1, 0.15)], 32), probe_layers(RULES["attention"], [Check(0, 0.15)], 5)
+    ((1,), (1, 2, 3))
+    """
+    if not rule.needs_attention:
+        return ()
+    if rule.attention_depth is None:
+        return tuple(check.layer for check in checks)
+    start, stop = (min(num_layers - 1, round(share * num_layers)) for share in rule.attention_depth)
+    return tuple(range(start, max(start + 1, stop)))
+
+
+def probe_pays(
+    rule: Rule, checks: Sequence[Check], num_fresh: int, num_candidates: int, num_chunk_tokens: int, num_layers: int
+) -> bool:
+    """Whether running `num_fresh` tokens ahead is worth its token-layers. Long questions over short chunks are not.
+
+    It saves the layers before the check for the candidates that nobody attends to. Beyond that it may cost as much
+    as the recompute itself: with that compute `cacheblend_k` would recompute twice the tokens, and it is further from
+    full prefill then (demo model, first-token KL on reference questions, 5 to 10 %).
+
+    >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (220, 221)]
+    [True, False]
+    """
+    layers = probe_layers(rule, checks, num_layers)
+    if not layers or not num_candidates:
+        return True  # nothing is run ahead
+    saved = max(0.0, num_candidates - rule.candidate_share * num_chunk_tokens) * checks[0].layer
+    return num_fresh * layers[-1] <= saved + checks[0].ratio * num_chunk_tokens * num_layers
+
+
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
     """Recomputed token-layers over `num_layers x chunk tokens`. `rows_per_layer[l]` counts everything run at layer l.
 
@@ -185,9 +262,18 @@ def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> fl
     return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
 
 
-def charged_budget_at(depth: int, rows_per_layer: Sequence[float], num_chunk_tokens: int, check_layer: int) -> float:
+def charged_budget_at(
+    depth: int,
+    rows_per_layer: Sequence[float],
+    num_chunk_tokens: int,
+    check_layer: int,
+    fixed_cost: float = 0.0,
+) -> float:
     """The same rule's charged budget in a model of `depth` layers: layers up to the check cost the same, the mean
     of the rest fills the depth. In a shallow model the check is most of the bill; this is the bill of a deep one.
+
+    `fixed_cost`: the part of `rows_per_layer` that the check layer itself took (measuring deviation, the question read
+    there), paid once at any depth. A question read in middle layers goes deeper in a deeper model: part of the mean.
 
     >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225
@@ -195,5 +281,5 @@ def charged_budget_at(depth: int, rows_per_layer: Sequence[float], num_chunk_tok
     head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
     if not tail or depth <= check_layer:
         return charged_budget(rows_per_layer, num_chunk_tokens)
-    mean = sum(tail) / len(tail)
-    return charged_budget([*head, *[mean] * (depth - len(head))], num_chunk_tokens)
+    mean = (sum(tail) - fixed_cost) / len(tail)
+    return charged_budget([*head, fixed_cost + mean, *[mean] * (depth - len(head) - 1)], num_chunk_tokens)

@@ -27,18 +27,21 @@ from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
 from ragblend.engine.selection import (
     DEFAULT_RATIO,
+    FALLBACK,
     RULES,
     Check,
     charged_budget,
     charged_budget_at,
     check_ratio,
     find_rule,
+    probe_layers,
+    probe_pays,
     schedule,
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
-from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter
+from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -230,12 +233,13 @@ class TransformersEngine:
             torch.cuda.synchronize(self.layers.device)
         report = BlendReport(
             request.mode,
-            find_rule(request.rule).name if request.mode == "blend" else "none",
+            plan.rule.name if request.mode == "blend" else "none",
             plan.checks[0].ratio if request.checks is not None else request.ratio if request.mode == "blend" else 0.0,
             lookup_s=lookup_s,
             load_s=loader.load_s,
             stall_s=loader.stall_s,
             fuse_s=perf_counter() - start_s - loader.stall_s,
+            probe_s=result.probe_s,
             num_prefix_tokens=num_resident,
         )
         self._count(report, request, plan, hits, result, num_resident)
@@ -298,12 +302,39 @@ class TransformersEngine:
         return found
 
     def _plan(self, request: Request, placements: Sequence[Placement], num_resident: int) -> FusePlan:
+        """What to fuse by which rule. A default rule whose probe does not pay gives way to one without."""
+        prompt, num_layers = request.prompt, self.layers.num_layers
         rule = find_rule(request.rule)
         checks: tuple[Check, ...] = _NO_RECOMPUTE
         if request.mode == "blend":
-            checks = schedule(rule, request.ratio, self.layers.num_layers, request.checks)
-        ids = self._ids(request.prompt.token_ids)
-        return FusePlan(ids, tuple(placements), rule, checks, num_resident, request.sampling.seed or 0)
+            checks = schedule(rule, request.ratio, num_layers, request.checks)
+            num_candidates = sum(placement.kv.header.num_tokens for placement in placements if not placement.exact)
+            num_stored = sum(placement.kv.header.num_tokens for placement in placements)
+            num_fresh = prompt.num_tokens - num_resident - num_stored
+            if request.rule == "auto" and not probe_pays(
+                rule, checks, num_fresh, num_candidates, num_stored, num_layers
+            ):
+                rule = find_rule(FALLBACK)
+                checks = schedule(rule, request.ratio, num_layers, request.checks)
+        return FusePlan(
+            self._ids(prompt.token_ids),
+            tuple(placements),
+            rule,
+            checks,
+            num_resident,
+            request.sampling.seed or 0,
+            probe_layers(rule, checks, num_layers),
+            next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
+            self._separators(prompt),
+        )
+
+    def _separators(self, prompt: TokenizedPrompt) -> Tensor:
+        """[T] bool: tokens that belong to the chunks' template, not to their text."""
+        separators = torch.zeros(prompt.num_tokens, dtype=torch.bool)
+        for segment in prompt.chunk_segments:
+            separators[segment.start : segment.start + segment.num_lead] = True
+            separators[segment.end - segment.num_tail : segment.end] = True
+        return separators.to(self.layers.device)
 
     def _count(
         self,
@@ -337,7 +368,7 @@ class TransformersEngine:
         rows = [count + num_computed for count in result.rows_per_layer]
         first_check = plan.checks[0].layer
         report.charged_budget = charged_budget(rows, total)
-        report.charged_budget_32 = charged_budget_at(32, rows, total, first_check)
+        report.charged_budget_32 = charged_budget_at(32, rows, total, first_check, result.fixed_cost)
         report.num_recomputed_tokens = len(recomputed)
         # The last token is computed even when its KV is stored: its logits are the answer.
         ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)

@@ -16,8 +16,9 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ragblend.engine.attention import Queries
 from ragblend.engine.kv import LayerKV
-from ragblend.engine.protocols import FusedLayers
+from ragblend.engine.protocols import FusedLayers, Watch
 from ragblend.engine.rope import exact_context, rotate
 from ragblend.errors import UnsupportedModelError
 
@@ -70,6 +71,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
+    blend_watch: Watch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' SDPA attention, except where a layer is run over scattered rows."""
@@ -78,6 +80,8 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
+    if blend_watch is not None:
+        blend_watch(Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling), key[0])
     return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -179,6 +183,13 @@ class TransformersLayers:
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
+        return self._run(layer, hidden, rows, fused)
+
+    def run_layer_watched(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch) -> Tensor:
+        """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
+        return self._run(layer, hidden, rows, fused, blend_watch=watch)
+
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, **watch: Watch) -> Tensor:
         cos, sin = self._rope(int(rows[-1]) + 1)
         embeddings = (cos[rows].to(hidden.dtype)[None], sin[rows].to(hidden.dtype)[None])
         output = self._layers[layer](
@@ -189,6 +200,7 @@ class TransformersLayers:
             use_cache=True,
             position_embeddings=embeddings,
             blend_rows=rows,
+            **watch,
         )
         hidden = output[0] if isinstance(output, tuple) else output
         return hidden[0]

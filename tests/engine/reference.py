@@ -7,7 +7,9 @@ Mistral, Qwen2, Qwen3: separate q, k, v projections). Slow and obvious on purpos
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,9 +85,65 @@ class Reference:
             hidden = self.finish(layer, hidden, self.rope(q, positions), positions, self.rope(k, positions), v)
         return kept
 
+    def ask(
+        self, ids: list[int], fresh: list[int], queries: list[int], keys: list[Tensor], values: list[Tensor], depth: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run `fresh` positions through layers 0 .. depth over the KV given, which stays as it is.
+
+        Per layer, the `queries`' rotated q [Q, heads, D] and attention probabilities [Q, heads, T].
+        """
+        hidden, asked, seen = self.decoder.embed_tokens(torch.tensor(ids)[fresh]), [], []
+        for layer in range(depth + 1):
+            layer_keys, layer_values = keys[layer].clone(), values[layer].clone()
+            q, k, v = self.project(layer, hidden)
+            q = self.rope(q, fresh)
+            layer_keys[fresh], layer_values[fresh] = self.rope(k, fresh), v
+            asked.append(q[[fresh.index(position) for position in queries]])
+            seen.append(
+                torch.stack([self.weights(q[fresh.index(position)], layer_keys, position) for position in queries])
+            )
+            keys[layer][fresh], values[layer][fresh] = layer_keys[fresh], layer_values[fresh]
+            hidden = self.finish(layer, hidden, q, fresh, layer_keys, layer_values)
+        return asked, seen
+
+    def weights(self, q: Tensor, keys: Tensor, position: int) -> Tensor:
+        """Attention probabilities [heads, T] of one query [heads, D], zero behind its position."""
+        weights = torch.zeros(q.shape[0], len(keys))
+        for head in range(q.shape[0]):
+            seen = keys[: position + 1, head * keys.shape[1] // q.shape[0]]
+            weights[head, : position + 1] = (seen @ q[head] / math.sqrt(self.dim)).softmax(0)
+        return weights
+
+    def output(self, q: Tensor, queries: list[int], keys: Tensor, values: Tensor) -> Tensor:
+        """Attention output [Q, heads, D] before the projection."""
+        group = q.shape[1] // keys.shape[1]
+        weights = torch.stack([self.weights(row, keys, position) for row, position in zip(q, queries, strict=True)])
+        return torch.einsum("qht,thd->qhd", weights, values.repeat_interleave(group, 1))
+
+    def repair(
+        self, q: Tensor, queries: list[int], keys: Tensor, values: Tensor, position: int, k: Tensor, v: Tensor
+    ) -> float:
+        """Squared change of the queries' attention output when one token's KV is replaced, by doing it."""
+        new_keys, new_values = keys.clone(), values.clone()
+        new_keys[position], new_values[position] = k, v
+        change = self.output(q, queries, new_keys, new_values) - self.output(q, queries, keys, values)
+        return float(change.pow(2).sum(-1).mean(0).sum())
+
     @torch.no_grad()
-    def blend(self, spans: list[Span], shares: dict[int, float], deviation: str = "v") -> Blended:
-        """`shares`: at each check layer, the share of the stored tokens that stays in the computation."""
+    def blend(
+        self,
+        spans: list[Span],
+        shares: dict[int, float],
+        deviation: str = "v",
+        narrow: float = 1.0,
+        avoid: Sequence[int] = (),
+        read: Sequence[int] = (1,),
+    ) -> Blended:
+        """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
+
+        `deviation`: v, k; or, asking the question at the layers `read`, attention, attention_k, repair. Then only the
+        share `narrow` of the stored tokens, the most attended, runs up to the check. `avoid`: chosen last.
+        """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
         heads = self.project(0, self.decoder.embed_tokens(torch.tensor(ids[:1])))[1].shape[1]
@@ -108,6 +166,24 @@ class Reference:
         if not any(shares.values()):
             candidates = set()
 
+        attention: dict[int, float] = {}
+        stale = [(keys[layer].clone(), values[layer].clone()) for layer in range(self.num_layers)]
+        if deviation not in ("v", "k") and candidates and any(share < 1 for share in shares.values()):
+            end = max(
+                end for end, span in zip(accumulate(len(s.ids) for s in spans), spans, strict=True) if span.stored
+            )
+            queries = list(range(min(end, last), len(ids)))
+            asked, seen = self.ask(
+                ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read)
+            )
+            mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
+            attention = {position: float(mass[position]) for position in candidates}
+            count = max(math.ceil(round(max(narrow, *shares.values()) * num_stored, 6)), 0)
+            if deviation == "attention":
+                count = math.ceil(round(shares.pop(0) * num_stored, 6))
+            order = sorted(candidates, key=lambda position: (position in avoid, -attention[position]))
+            candidates = set(order[:count])
+
         running = sorted(candidates | computed)
         hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])
         for layer in range(self.num_layers):
@@ -120,8 +196,17 @@ class Reference:
                     for row, position in enumerate(running)
                     if position in candidates
                 }
+                if deviation == "attention_k":
+                    drift = {position: value * attention[position] for position, value in drift.items()}
+                if deviation == "repair":
+                    drift = {
+                        position: self.repair(asked[layer], queries, *stale[layer], position, k[row], v[row])
+                        for row, position in enumerate(running)
+                        if position in candidates
+                    }
                 count = min(len(drift), math.ceil(round(shares[layer] * num_stored, 6)))
-                candidates = set(sorted(drift, key=lambda position: -drift[position])[:count])
+                order = sorted(drift, key=lambda position: (position in avoid, -drift[position]))
+                candidates = set(order[:count])
                 rows = [row for row, position in enumerate(running) if position in candidates | computed]
                 running = [running[row] for row in rows]
                 hidden, q, k, v = hidden[rows], q[rows], k[rows], v[rows]

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.selection import RULES, Check, schedule
+from ragblend.engine.selection import RULES, Check, probe_layers, schedule
 from ragblend.engine.transformers_layers import BLOCK_ROWS, TransformersLayers, attend_rows
 
 PREFIX, QUESTION = 5, 7
@@ -109,6 +109,7 @@ def blend(
     rule: str = "cacheblend",
     checks: tuple[Check, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
+    separators: Sequence[int] = (),
 ) -> Outcome:
     """Fuse `prompt`: its prefix resident, its chunks stored behind the prefix, the first one exact."""
     placements = [
@@ -121,12 +122,17 @@ def blend(
         fused.keys(layer).fill_(torch.nan)
         fused.values(layer).fill_(torch.nan)
     fused.copy_front(prefix_kv(layers, prompt.prefix), len(prompt.prefix))
+    schedule_ = schedule(RULES[rule], ratio, layers.num_layers, checks)
+    template = torch.zeros(len(prompt.ids), dtype=torch.bool)
+    template[list(separators)] = True
     plan = FusePlan(
         torch.tensor(prompt.ids),
         tuple(placements),
         RULES[rule],
-        schedule(RULES[rule], ratio, layers.num_layers, checks),
+        schedule_,
         len(prompt.prefix),
+        probe_layers=probe_layers(RULES[rule], schedule_, layers.num_layers),
+        separators=template,
     )
     with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
         result = fuse(layers, plan, fused, loader)
@@ -288,6 +294,90 @@ def test_blending_agrees_with_the_independent_cacheblend(family, rule, deviation
         expected = reference.blend(prompt.reference_spans(), {1: ratio}, deviation)
         assert expected.selected
         assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule), expected)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
+def test_asking_the_question_agrees_with_the_independent_reference(family, rule, stock_model, tiny_layers):
+    prompt, reference = make_prompt(21), Reference(stock_model(family))
+    separators = [start for start, _ in prompt.starts("chunk")]
+    read = probe_layers(RULES[rule], (Check(1, 0.1),), 6)
+    for ratio in RATIOS:
+        shares = {0 if rule == "attention" else 1: ratio}
+        narrow = RULES[rule].candidate_share
+        expected = reference.blend(prompt.reference_spans(), shares, rule, narrow, separators, read)
+        assert expected.selected
+        assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule, separators=separators), expected)
+
+
+@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_asking_the_question_over_a_hole_agrees_with_the_reference(rule, ratio, stock_model, tiny_layers):
+    """A missing chunk and loose text between chunks run ahead with the question; only the question's queries count."""
+    prompt = make_prompt(22, (12, 20, 9, 15))
+    prompt.spans[2] = ("missing", prompt.spans[2][1])
+    prompt.spans.insert(4, ("text", random_ids(4, 5)))
+    shares, read = {0 if rule == "attention" else 1: ratio}, probe_layers(RULES[rule], (Check(1, 0.1),), 6)
+    narrow = RULES[rule].candidate_share
+    expected = Reference(stock_model("qwen3")).blend(prompt.reference_spans(), shares, rule, narrow, (), read)
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, rule), expected)
+
+
+@pytest.mark.parametrize("checks", [(Check(2, 0.3),), (Check(1, 0.4), Check(4, 0.1)), (Check(1, 1.0), Check(3, 0.2))])
+def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_model, tiny_layers):
+    prompt = make_prompt(23)
+    shares, read = dict(checks), [check.layer for check in checks]
+    narrow = RULES["repair"].candidate_share
+    expected = Reference(stock_model("qwen2")).blend(prompt.reference_spans(), shares, "repair", narrow, (), read)
+    assert_same_blend(blend(tiny_layers("qwen2"), prompt, rule="repair", checks=checks), expected)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
+    """The judge is transformers' own eager attention over a cache put together from the stored chunks."""
+    prompt, reference = make_prompt(24), Reference(stock_model(family))
+    outcome = blend(tiny_layers(family), prompt, 0.15, "attention")
+    stale = reference.blend(prompt.reference_spans(), {1: 0.0})
+    kv, end = DynamicCache(), len(prompt.ids) - QUESTION
+    for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
+        kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
+    with torch.no_grad():
+        question = torch.tensor([prompt.ids[end:]])
+        seen = stock_model(family)(question, past_key_values=kv, output_attentions=True).attentions
+    read = probe_layers(RULES["attention"], (Check(0, 0.15),), 6)
+    expected = torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in read]).mean(0)
+    assert len(read) == 4
+    torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
+def test_template_tokens_are_chosen_only_when_nothing_else_is_left(rule, tiny_layers):
+    prompt, candidates = make_prompt(25), sum(CHUNKS[1:])
+    first = PREFIX + CHUNKS[0]
+    separators = list(range(first, first + 20))
+    few = blend(tiny_layers("llama"), prompt, 0.3, rule, separators=separators).recomputed
+    assert len(few) == 23  # ceil(0.3 * 74)
+    assert not set(few) & set(separators)
+    many = blend(tiny_layers("llama"), prompt, 0.45, rule, separators=separators).recomputed
+    assert len(many) == 34
+    assert len(set(many) & set(separators)) == 34 - (candidates - 20)
+
+
+def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):
+    layers = tiny_layers("llama")
+    narrowed, kept, candidates = 30, 12, sum(CHUNKS[1:])  # ceil(0.4 * 74), ceil(0.15 * 74)
+    result = blend(layers, make_prompt(26), 0.15, "repair").result
+    check = QUESTION + narrowed * layers.kv_share
+    assert result.rows_per_layer == pytest.approx([narrowed, kept + check, kept, kept, kept, kept])
+    assert result.fixed_cost == pytest.approx(check)
+    assert result.probe_s > 0
+    deep = blend(layers, make_prompt(26), 0.15, "attention").result
+    assert deep.rows_per_layer == [kept, *[kept + QUESTION] * 4, kept]
+    assert deep.fixed_cost == 0
+    for ratio in (0.0, 1.0):  # nothing to choose
+        result = blend(layers, make_prompt(26), ratio, "repair").result
+        assert result.attention is None
+        assert result.rows_per_layer == [candidates * ratio] * 6
 
 
 @pytest.mark.parametrize("family", INDEPENDENT)

@@ -187,6 +187,19 @@ def test_an_error_in_the_fusor_stops_the_reader_and_passes_through():
     assert loader_threads() == []
 
 
+@pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv())])
+def test_a_layer_waited_for_twice_is_placed_once(make):
+    """A rule that asks the question waits for its layers before the main pass does; what that wrote must stay."""
+    fused = destination()
+    with loader([Placement(make(), 0, exact=False)], fused) as layers:
+        layers.wait(0)
+        fused.write(0, slice(0, 1), torch.full((HEADS, 1, DIM), 7.0), torch.full((HEADS, 1, DIM), 7.0))
+        for layer in range(LAYERS):
+            layers.wait(layer)
+    assert (fused.keys(0)[:, 0] == 7).all()
+    assert [event.layer for event in layers.events] == list(range(LAYERS))
+
+
 def test_nothing_to_load_is_no_wait():
     _, layers = load_all([])
     assert layers.load_s < 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -20,6 +21,8 @@ from ragblend.engine.selection import (
     find_rule,
     gradual_schedule,
     num_to_recompute,
+    probe_layers,
+    probe_pays,
     schedule,
 )
 from ragblend.errors import UsageError
@@ -35,6 +38,9 @@ def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> Evidence:
         offsets,
         key_deviation=torch.arange(count).float(),
         value_deviation=torch.arange(count).float().flip(0),
+        attention=torch.linspace(0.1, 0.01, count),
+        effect=torch.arange(count).float().remainder(3),
+        separators=offsets == 0,
         seed=seed,
     )
 
@@ -74,11 +80,63 @@ def test_rules_that_look_at_deviation_say_so():
     blind = {name: Evidence(facts.positions, facts.offsets) for name in RULES if (facts := evidence())}
     for name, rule in RULES.items():
         assert rule.name == name
-        if rule.needs_deviation:
+        if rule.needs_deviation or rule.needs_attention:
             with pytest.raises(AssertionError):
                 rule.score(blind[name])
         else:
             assert rule.score(blind[name]).shape == (7,)
+
+
+ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
+
+
+def test_rules_that_ask_the_question_score_by_their_evidence():
+    facts = evidence()
+    assert torch.equal(RULES["attention"].score(facts), facts.attention)
+    assert torch.equal(RULES["attention_k"].score(facts), facts.key_deviation * facts.attention)
+    assert torch.equal(RULES["repair"].score(facts), facts.effect)
+
+
+@given(
+    rule=st.sampled_from(ASKING),
+    chunks=st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
+    ratio=st.floats(0, 1),
+    data=st.data(),
+)
+def test_separators_are_chosen_only_when_nothing_else_is_left(rule, chunks, ratio, data):
+    count = sum(chunks)
+    separators = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    facts = dataclasses.replace(evidence(chunks), separators=separators)
+    chosen = RULES[rule].scores(facts).topk(num_to_recompute(ratio, count, count)).indices
+    assert len(set(chosen.tolist())) == num_to_recompute(ratio, count, count)
+    assert int(separators[chosen].sum()) == max(0, len(chosen) - int((~separators).sum()))
+
+
+def test_the_papers_rules_may_choose_separators():
+    facts = evidence()
+    for name, rule in RULES.items():
+        assert rule.skips_separators == (name in ASKING)
+    assert torch.equal(RULES["cacheblend"].scores(facts), RULES["cacheblend"].score(facts))
+
+
+def test_the_question_is_read_at_the_check_layers_or_at_a_share_of_the_depth():
+    checks = (Check(1, 0.4), Check(4, 0.1))
+    assert probe_layers(RULES["repair"], checks, 8) == (1, 4)
+    assert probe_layers(RULES["attention"], (Check(0, 0.1),), 10) == (2, 3, 4, 5, 6, 7)
+    assert probe_layers(RULES["attention"], (Check(0, 0.1),), 1) == (0,)
+    assert probe_layers(RULES["cacheblend"], checks, 8) == ()
+
+
+@given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
+def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
+    checks = (Check(1, ratio),)
+
+    def pays(fresh: int, tokens: int) -> bool:
+        return probe_pays(RULES["repair"], checks, fresh, tokens, tokens, 5)
+
+    assert not pays(fresh, tokens) or pays(fresh, tokens + 1)
+    assert pays(fresh, tokens) or not pays(fresh + 1, tokens)
+    assert probe_pays(RULES["cacheblend"], checks, fresh, tokens, tokens, 5)
 
 
 def test_auto_names_a_rule_and_unknown_names_are_refused():
@@ -189,6 +247,8 @@ def test_the_budget_at_the_models_own_depth_is_the_charged_budget(rows, check_la
 
 def test_a_deeper_model_spreads_the_check_over_more_layers():
     rows = [100, 20, 20, 20]
+    assert charged_budget_at(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx((100 + 30 + 31 * 20) / 3200)
+    assert charged_budget_at(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
     assert charged_budget_at(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
     assert charged_budget_at(320, rows, 100, 1) < charged_budget_at(32, rows, 100, 1) < charged_budget(rows, 100)
 

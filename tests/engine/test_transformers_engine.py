@@ -19,7 +19,7 @@ from ragblend.engine.generation import Conversation, Prefilled, Request
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import ChunkKV
 from ragblend.engine.report import MODES, BlendReport
-from ragblend.engine.selection import RULES, Check, find_rule
+from ragblend.engine.selection import AUTO, FALLBACK, RULES, Check, find_rule
 from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
@@ -273,6 +273,41 @@ def test_the_charged_budget_counts_misses_and_probes(tiny_engine):
     assert report.charged_budget_32 < report.charged_budget
     first_k = engine.generate(PROMPT, rule="first_k", recompute_ratio=0.2, max_tokens=1).report
     assert first_k.charged_budget == pytest.approx(first_k.num_recomputed_tokens / total)
+
+
+def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engine):
+    def run(question: str, rule: str = "auto") -> BlendReport:
+        prompt = SegmentedPrompt(CHUNKS, question)
+        return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
+
+    short, long = run("what is that?"), run("what is that answer to the question? " * 20)
+    assert (short.rule, long.rule) == (AUTO, FALLBACK)
+    assert short.probe_s > 0
+    assert short.fuse_s + short.stall_s >= short.probe_s
+    assert long.probe_s == 0
+    # A rule asked for by name runs.
+    assert run("what is that answer to the question? " * 20, AUTO).rule == AUTO
+
+
+def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(engine):
+    tokenized = engine.segmenter.tokenize(PROMPT)
+    prefilled = prefill(engine, PROMPT, 0.3, rule="repair")
+    assert len(prefilled.recomputed) > 5
+    for segment in tokenized.chunk_segments:
+        assert segment.num_tail > 0
+        assert not set(range(segment.end - segment.num_tail, segment.end)) & set(prefilled.recomputed.tolist())
+
+
+def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
+    """Its queries alone say what is relevant, not those of a chunk that happens to be computed in place."""
+    engine = tiny_engine("llama")
+    for chunk in CHUNKS[:2]:
+        engine.precompute(chunk)
+    request = engine.request(PROMPT, rule="repair")
+    hits = engine._lookup(request, 0, set())
+    plan = engine._plan(request, [placement for placement, _ in hits.values()], 0)
+    assert len(hits) == 2
+    assert plan.num_queries == request.prompt.segments[-1].num_tokens
 
 
 def test_the_prefix_match_says_whether_the_prompts_own_prefix_was_found(tiny_engine):
