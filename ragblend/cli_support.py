@@ -36,6 +36,9 @@ out = Console(highlight=False, soft_wrap=True)
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a Hugging Face id or a local path.")]
 IndexOption = Annotated[str | None, typer.Option("--index", help="Directory of the index.")]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Directory of the KV store.")]
+RemoteOption = Annotated[
+    str | None, typer.Option("--remote", help="Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
+]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="System text that chunks are precomputed behind.")]
@@ -82,10 +85,16 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> TransformersE
         device=settings.device,
         system=settings.system,
         namespace=settings.namespace,
-        memory_gib=settings.memory_gib,
         new_model=new_model,
         trust_remote_code=settings.trust_remote_code,
+        **tier_options(settings),
     )
+
+
+def tier_options(settings: Settings) -> dict[str, Any]:
+    """What `load_engine` and `open_store` take of the settings."""
+    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib")
+    return {name: getattr(settings, name) for name in names}
 
 
 def open_index_of(settings: Settings, engine: TransformersEngine) -> ChunkIndex:

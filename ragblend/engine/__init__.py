@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.errors import StoreMismatchError, UsageError
 
 if TYPE_CHECKING:
+    from ragblend.engine.eviction import Policy
     from ragblend.engine.protocols import KVStore
     from ragblend.engine.store import TieredStore
     from ragblend.engine.transformers_engine import TransformersEngine
@@ -18,18 +20,46 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def open_store(path: str | Path, *, memory_gib: float = 2.0, create: bool = True) -> TieredStore:
-    """A memory tier of `memory_gib` GiB over the directory `path`; 0 leaves the memory tier out.
+def open_store(
+    path: str | Path | None,
+    *,
+    memory_gib: float = 2.0,
+    disk_gib: float = 0.0,
+    remote: str | None = None,
+    remote_timeout_s: float = 5.0,
+    eviction: Policy = "lru",
+    quota_gib: float | Mapping[str, float] = 0.0,
+    create: bool = True,
+) -> TieredStore:
+    """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
 
-    Raises NotFoundError when `path` does not exist and `create` is False.
+    `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier out, `disk_gib` limits
+    it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
+    `remote_timeout_s` at most. `eviction`: "lru", or "gdsf" for what saves the most prefill per byte. `quota_gib`:
+    what each namespace may hold in each local tier, or by namespace (0: no limit). Raises NotFoundError when `path`
+    does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
     """
     from ragblend.engine.disk import DiskStore
+    from ragblend.engine.remote import open_remote
     from ragblend.engine.store import MemoryStore, TieredStore
 
-    disk = DiskStore(path, create=create)
-    if memory_gib <= 0:
-        return TieredStore(disk)
-    return TieredStore(MemoryStore(int(memory_gib * GIB)), disk)
+    quotas = (
+        {namespace: int(gib * GIB) for namespace, gib in quota_gib.items()}
+        if isinstance(quota_gib, Mapping)
+        else int(quota_gib * GIB) or None
+    )
+    tiers: list[KVStore] = []
+    if memory_gib > 0:
+        tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
+    if path is not None:
+        budget = int(disk_gib * GIB) or None
+        disk = DiskStore(path, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas)
+        tiers.append(disk)
+        for document, keys in disk.pins().items() if memory_gib > 0 else ():
+            memory.pin(document, keys)
+    if remote is not None:
+        tiers.append(open_remote(remote, timeout_s=remote_timeout_s))
+    return TieredStore(*tiers)
 
 
 def load_engine(
@@ -43,28 +73,43 @@ def load_engine(
     namespace: str = "",
     on_miss: str = "store",
     memory_gib: float = 2.0,
+    disk_gib: float = 0.0,
+    remote: str | None = None,
+    remote_timeout_s: float = 5.0,
+    eviction: Policy = "lru",
+    quota_gib: float | Mapping[str, float] = 0.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
 ) -> TransformersEngine:
     """A model with its store, ready to precompute and answer.
 
-    `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
+    `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only;
+    budgets, `remote`, `eviction` and quotas are those of `open_store`, and belong to the KVStore when one is given.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
     """
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers'")
     from ragblend.engine.kv import dtype_name
-    from ragblend.engine.store import MemoryStore
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.transformers_layers import TransformersLayers
     from ragblend.engine.transformers_model import load_model
     from ragblend.segments import Segmenter, prompt_format
 
-    if store is None:
-        tiers: KVStore = MemoryStore(int(memory_gib * GIB))
+    if store is None or isinstance(store, str | Path):
+        tiers: KVStore = open_store(
+            store,
+            memory_gib=memory_gib,
+            disk_gib=disk_gib,
+            remote=remote,
+            remote_timeout_s=remote_timeout_s,
+            eviction=eviction,
+            quota_gib=quota_gib,
+        )
+    elif remote is not None:
+        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
     else:
-        tiers = open_store(store, memory_gib=memory_gib) if isinstance(store, str | Path) else store
+        tiers = store
     loaded = load_model(model, dtype, device, trust_remote_code)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
