@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -30,6 +30,7 @@ from ragblend.cli_support import (
     OrderOption,
     RatioOption,
     RemoteCodeOption,
+    RemoteOption,
     RuleOption,
     StoreOption,
     SystemOption,
@@ -47,6 +48,8 @@ from ragblend.cli_support import (
     print_sources,
     progress_bars,
     quiet_libraries,
+    remote_facts,
+    remote_line,
     retrieve,
     settings_from,
     source_facts,
@@ -73,6 +76,7 @@ def ingest(
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Most tokens per chunk.")] = None,
     glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
@@ -110,6 +114,7 @@ def precompute(
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
@@ -138,6 +143,7 @@ def remove(
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
@@ -154,11 +160,48 @@ def remove(
 
 
 @app.command()
+def pin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    model: ModelOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Keep a document's KV: no budget evicts it, until `unpin`. Ingested again, its new chunks are kept."""
+    settings = settings_from(locals())
+    from ragblend.precompute import pin_document
+
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        num_chunks, num_stored = pin_document(document, engine, opened)
+    facts = {"document": document, "num_chunks": num_chunks, "num_stored": num_stored}
+    print_result(facts, f"{document}: {num_chunks} chunks pinned, KV of {num_stored} stored", json_)
+
+
+@app.command()
+def unpin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    store: StoreOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Let a document's KV be evicted again."""
+    settings = settings_from(locals())
+    from ragblend.engine.disk import DiskStore
+
+    was_pinned = DiskStore(settings.store, create=False).unpin(document)
+    text = f"{document}: {'no longer pinned' if was_pinned else 'was not pinned'}"
+    print_result({"document": document, "was_pinned": was_pinned}, text, json_)
+
+
+@app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     mode: ModeOption = None,
     rule: RuleOption = None,
     ratio: RatioOption = None,
@@ -206,6 +249,7 @@ def chat(
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     mode: ModeOption = None,
     rule: RuleOption = None,
     ratio: RatioOption = None,
@@ -269,7 +313,9 @@ def search(
 
 
 @app.command()
-def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False) -> None:
+def stats(
+    index: IndexOption = None, store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False
+) -> None:
     """What the index and the store hold and cost."""
     settings = settings_from(locals())
     from ragblend.engine.disk import DiskStore
@@ -283,7 +329,7 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
-    facts = {
+    facts: dict[str, Any] = {
         "index": settings.index,
         "store": settings.store,
         "num_documents": num_documents,
@@ -296,6 +342,9 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
         "store_bytes": nbytes,
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
+        "pinned": sorted(disk.pins()),
+        "disk_gib": settings.disk_gib or None,
+        "remote": remote_facts(settings),
         "sources": sources,
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
@@ -303,6 +352,8 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
         f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
+        *([remote_line(facts["remote"])] if facts["remote"] else []),
         *(f"  {source}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
@@ -314,6 +365,7 @@ def verify(
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
@@ -366,9 +418,13 @@ def gc(
 
 @app.command()
 def doctor(
-    model: ModelOption = None, index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False
+    model: ModelOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    remote: RemoteOption = None,
+    json_: JsonOption = False,
 ) -> None:
-    """Check this machine: versions, model, embedder, disk; say what is missing and how to mend it."""
+    """Check this machine: versions, model, embedder, disk, remote tier; say what is missing and how to mend it."""
     settings = settings_from(locals())
     from ragblend.maintenance import examine
 

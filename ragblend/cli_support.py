@@ -109,6 +109,29 @@ def embedder_name(settings: Settings) -> str | None:
     return None if settings.embedder == "auto" else settings.embedder
 
 
+def remote_facts(settings: Settings) -> dict[str, Any] | None:
+    """How the remote tier is doing and what it holds; None when there is none."""
+    if settings.remote is None:
+        return None
+    from ragblend.engine.remote import open_remote
+
+    tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    facts = tier.status()._asdict()
+    sizes = [size for _, size in tier.values.sizes()] if facts["reachable"] else []
+    tier.close()
+    return {**facts, "num_stored_chunks": len(sizes), "store_bytes": sum(sizes)}
+
+
+def remote_line(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    from ragblend.engine.store import format_bytes
+
+    if not facts["reachable"]:
+        return f"remote {facts['url']}: not reachable; answers go on without it"
+    held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
+    return f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
+
+
 # -- questions
 
 

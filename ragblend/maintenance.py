@@ -137,8 +137,15 @@ def examine(settings: Settings) -> list[Check]:
         _index(settings),
         _store(settings),
         _room(settings),
+        *([_remote(settings)] if settings.remote is not None else []),
     ]
-    for extra, package in (("langchain", "langchain-core"), ("llamaindex", "llama-index-core"), ("pdf", "pypdf")):
+    for extra, package in (
+        ("langchain", "langchain-core"),
+        ("llamaindex", "llama-index-core"),
+        ("pdf", "pypdf"),
+        ("redis", "redis"),
+        ("s3", "s3fs"),
+    ):
         checks.append(_package(package, extra))
     return checks
 
@@ -208,3 +215,21 @@ def _room(settings: Settings) -> Check:
         path = path.parent
     free = shutil.disk_usage(path).free
     return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")
+
+
+def _remote(settings: Settings) -> Check:
+    """Reachable or not, and how far away; the local tiers answer either way."""
+    from ragblend.engine.remote import open_remote
+
+    assert settings.remote is not None
+    try:
+        tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    except (ImportError, RagblendError) as error:
+        return Check("remote", False, str(error), "correct --remote, RAGBLEND_REMOTE or ragblend.toml")
+    status = tier.status()
+    tier.close()
+    if status.latency_s is None:
+        return Check("remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it")
+    # A breaker belongs to a process: this one has just been made, a serving process logs when its own opens.
+    found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
+    return Check("remote", True, found)

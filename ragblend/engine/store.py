@@ -36,14 +36,21 @@ class _Touchable(Protocol):
 
 
 @runtime_checkable
-class _FetchesAhead(Protocol):
+class FetchesAhead(Protocol):
     """A tier whose entries come from far: it can start fetching several before they are asked for."""
 
     def fetch_ahead(self, keys: Sequence[str]) -> None: ...
 
 
 @runtime_checkable
-class _Pins(Protocol):
+class Prefetches(Protocol):
+    """A store that brings entries closer in the background."""
+
+    def prefetch(self, keys: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class Pins(Protocol):
     """A tier that evicts, and spares what is pinned."""
 
     def pin(self, document: str, keys: Sequence[str]) -> None: ...
@@ -51,7 +58,7 @@ class _Pins(Protocol):
 
 
 @runtime_checkable
-class _Background(Protocol):
+class WorksInBackground(Protocol):
     """A tier that writes in the background."""
 
     def flush(self, timeout_s: float | None = None) -> bool: ...
@@ -110,7 +117,7 @@ class TieredStore:
     def fetch_ahead(self, keys: Sequence[str]) -> None:
         """Start fetching side by side what only a remote tier can have, for the `get`s that follow at once."""
         for position, tier in enumerate(self.tiers):
-            if isinstance(tier, _FetchesAhead):
+            if isinstance(tier, FetchesAhead):
                 faster = self.tiers[:position]
                 tier.fetch_ahead([key for key in keys if not any(upper.contains(key) for upper in faster)])
 
@@ -239,12 +246,12 @@ class TieredStore:
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
         for tier in self.tiers:
-            if isinstance(tier, _Pins):
+            if isinstance(tier, Pins):
                 tier.pin(document, keys)
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned in any tier."""
-        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, _Pins)]
+        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, Pins)]
         return any(was_pinned)
 
     # -- state
@@ -284,7 +291,7 @@ class TieredStore:
         until_s = None if timeout_s is None else monotonic() + timeout_s
         done = True
         for part in (*self._promotions.values(), *self.tiers):
-            if isinstance(part, _Background):
+            if isinstance(part, WorksInBackground):
                 left_s = None if until_s is None else max(0.0, until_s - monotonic())
                 done = getattr(part, action)(left_s) and done
         return done
