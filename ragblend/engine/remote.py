@@ -136,11 +136,12 @@ class RemoteStore:
 
     def _fetch(self, key: str) -> MemoryKV | None:
         if not self.breaker.is_closed:  # it opened while this fetch waited for a thread
+            self._forget(key)
             return None
         try:
             data = self.values.get(key)
         except RagblendError as error:
-            if key in self._flights:  # otherwise it took too long, and was counted then
+            if self._forget(key):  # otherwise it took too long, and was counted then
                 self._failed(str(error))
             return None
         self.breaker.succeeded()
@@ -294,9 +295,10 @@ class RemoteStore:
         if was_closed and not self.breaker.is_closed:
             log.warning("%s is left alone for now; the local tiers go on", self.values.url)
 
-    def _forget(self, key: str, flight: _Flight) -> bool:
+    def _forget(self, key: str, flight: _Flight | None = None) -> bool:
+        """Take a fetch (or whichever is under way) off the list, so that the next `get` asks again; if it was on it."""
         with self._lock:
-            if self._flights.get(key) is not flight:
+            if key not in self._flights or flight not in (None, self._flights[key]):
                 return False
             del self._flights[key]
             return True
