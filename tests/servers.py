@@ -116,7 +116,9 @@ class TcpProxy:
         with suppress(OSError):
             while data := client.recv(1 << 16):
                 if self.mode == "error":
-                    client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                    client.sendall(
+                        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    )
                     break
                 server.sendall(data)
             server.shutdown(socket.SHUT_RDWR)

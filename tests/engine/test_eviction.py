@@ -120,7 +120,9 @@ def test_memory_keeps_budget_quotas_and_pins(steps: list[tuple[str, int]], polic
         assert not gone & {kvs[other].header.key for other in pinned if other != number}
         held = now
         assert store.nbytes() <= 8 * unit
-        assert sum(other.nbytes for other in kvs if other.header.namespace == "b" and other.header.key in now) <= 5 * unit
+        assert (
+            sum(other.nbytes for other in kvs if other.header.namespace == "b" and other.header.key in now) <= 5 * unit
+        )
 
 
 def test_one_namespace_never_evicts_anothers_by_its_quota() -> None:
