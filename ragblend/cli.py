@@ -534,6 +534,11 @@ def main() -> None:
     except RagblendError as error:
         err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if "pip install" not in str(error):  # an extra that is not installed says how to install it; the rest is a bug
+            raise
+        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on where this one stopped")
         sys.exit(EXIT_INTERRUPTED)

@@ -43,11 +43,7 @@ def open_store(
     from ragblend.engine.remote import open_remote
     from ragblend.engine.store import MemoryStore, TieredStore
 
-    quotas = (
-        {namespace: int(gib * GIB) for namespace, gib in quota_gib.items()}
-        if isinstance(quota_gib, Mapping)
-        else int(quota_gib * GIB) or None
-    )
+    quotas = _quotas(quota_gib)
     tiers: list[KVStore] = []
     if memory_gib > 0:
         tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
@@ -60,6 +56,13 @@ def open_store(
     if remote is not None:
         tiers.append(open_remote(remote, timeout_s=remote_timeout_s))
     return TieredStore(*tiers)
+
+
+def _quotas(quota_gib: float | Mapping[str, float]) -> int | dict[str, int] | None:
+    """Quotas in bytes; None where there are none."""
+    if isinstance(quota_gib, Mapping):
+        return {namespace: int(gib * GIB) for namespace, gib in quota_gib.items()}
+    return int(quota_gib * GIB) or None
 
 
 def load_engine(
@@ -91,13 +94,16 @@ def load_engine(
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers'")
     from ragblend.engine.kv import dtype_name
+    from ragblend.engine.store import MemoryStore
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.transformers_layers import TransformersLayers
     from ragblend.engine.transformers_model import load_model
     from ragblend.segments import Segmenter, prompt_format
 
-    if store is None or isinstance(store, str | Path):
-        tiers: KVStore = open_store(
+    if store is None and remote is None:
+        tiers: KVStore = MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=_quotas(quota_gib))
+    elif store is None or isinstance(store, str | Path):
+        tiers = open_store(
             store,
             memory_gib=memory_gib,
             disk_gib=disk_gib,
