@@ -57,7 +57,7 @@ from ragblend.cli_support import (
 )
 from ragblend.errors import RagblendError
 
-EXIT_CORRUPT, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 6, 130
+EXIT_CORRUPT, EXIT_UNREACHABLE, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 5, 6, 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
@@ -157,6 +157,27 @@ def remove(
         num_chunks, num_kv = remove_document(document, engine, opened)
     facts = {"document": document, "num_chunks": num_chunks, "num_kv": num_kv}
     print_result(facts, f"{document}: {num_chunks} chunks and {num_kv} KV caches removed", json_)
+
+
+@app.command()
+def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived."""
+    settings = settings_from(locals())
+    from ragblend.engine.remote import open_remote
+    from ragblend.engine.store import format_bytes
+    from ragblend.maintenance import push_store
+
+    tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
+    with progress_bars() as progress:
+        report = push_store(settings.store, tier, progress)
+    tier.close()
+    text = (
+        f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} read"
+    )
+    print_result(report._asdict(), text, json_)
+    if report.num_dropped:
+        raise typer.Exit(EXIT_UNREACHABLE)
 
 
 @app.command()

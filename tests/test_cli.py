@@ -17,6 +17,7 @@ COMMANDS = (
     "ingest",
     "precompute",
     "remove",
+    "push",
     "pin",
     "unpin",
     "ask",
@@ -229,6 +230,19 @@ def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, 
         assert "NO  remote" in out
         assert "geheim" not in out
         assert "not reachable" in run("stats", *PLACE, *remote)[1]
+
+
+def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_path):
+    remote = ["--remote", f"file://{tmp_path}/shared"]
+    num_stored = json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"]
+    for expected in ((num_stored, 0), (0, num_stored)):
+        code, out, _ = run("push", "--store", "s", "--json", *remote)
+        facts = json.loads(out)
+        assert code == 0
+        assert (facts["num_sent"], facts["num_known"], facts["num_dropped"]) == (*expected, 0)
+    assert json.loads(run("stats", "--json", *PLACE, *remote)[1])["remote"]["num_stored_chunks"] == num_stored
+    assert run("push", "--store", "s")[0] == 2
+    assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
 
 
 def test_doctor_names_what_is_missing_and_the_way_out(run):

@@ -115,11 +115,18 @@ class TieredStore:
         return kv
 
     def fetch_ahead(self, keys: Sequence[str]) -> None:
-        """Start fetching side by side what only a remote tier can have, for the `get`s that follow at once."""
+        """Bring, side by side, what only a remote tier can have; the `get`s that follow find it in a faster one.
+
+        Returns when everything has arrived or missed, at the remote's time limit at the latest.
+        """
         for position, tier in enumerate(self.tiers):
-            if isinstance(tier, FetchesAhead):
-                faster = self.tiers[:position]
-                tier.fetch_ahead([key for key in keys if not any(upper.contains(key) for upper in faster)])
+            if not isinstance(tier, FetchesAhead):
+                continue
+            faster = self.tiers[:position]
+            far = [key for key in keys if not any(upper.contains(key) for upper in faster)]
+            tier.fetch_ahead(far)
+            for key in far:
+                self._find(key, None)
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Bring entries into the fastest tier in the background, for a later request. Returns at once.

@@ -194,7 +194,7 @@ class TransformersEngine:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
         if request.mode not in ("full", "prefix") and isinstance(self.store, FetchesAhead):
-            # Before the lock: a remote tier sends this request's chunks while another request computes.
+            # Before the lock: while a remote tier sends this request's chunks, another request computes.
             segments = [segment for segment in request.prompt.chunk_segments if segment.token_ids]
             prefixes = dict.fromkeys((request.prompt.prefix_ids, self.default_prefix_ids))
             self.store.fetch_ahead([self._key(ids, segment.token_ids) for segment in segments for ids in prefixes])
