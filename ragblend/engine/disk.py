@@ -371,10 +371,11 @@ class DiskStore:
         """Every entry but `skip`, the first to leave first."""
         entries = [(path.stem, stat) for path, stat in self._by_last_use() if path.stem != skip]
         if self._ranking.policy == "gdsf":
+            # The oldest first, so that equal priorities leave by last use. Headers are read before the lock is taken.
+            unknown = [(key, self._facts_of(key).worth) for key, _ in entries if key not in self._ranking]
             with self._lock:
-                for key, _ in entries:  # the oldest first, so that equal priorities leave by last use
-                    if key not in self._ranking:
-                        self._ranking.use(key, self._facts_of(key).worth)
+                for key, worth in unknown:
+                    self._ranking.use(key, worth)
                 entries.sort(key=lambda item: self._ranking.rank(item[0]))
         named = bool(self._quotas)
         return [Candidate(key, stat.st_size, self._facts_of(key).namespace if named else "") for key, stat in entries]

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from time import monotonic, perf_counter
 from typing import NamedTuple
@@ -130,8 +130,11 @@ class RemoteStore:
             if self._forget(key, flight):  # several may wait for one flight; it fails once
                 self._failed(f"KV {key} did not come from {self.values.url} within {self._timeout_s:g} s")
                 self.values.abort()
-        except BaseException:  # cancelled by close()
+        except CancelledError:  # by close()
             self._forget(key, flight)
+        except Exception as error:  # a bug or no memory: costs this chunk, not the answer
+            self._forget(key, flight)
+            self._failed(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
         return None
 
     def _fetch(self, key: str) -> MemoryKV | None:

@@ -1,7 +1,8 @@
 """Chunk files as objects: `s3://BUCKET/PREFIX` and whatever else fsspec opens (`file:///DIR`, `gs://`, `az://`, ...).
 
 Credentials, endpoints and regions come from where the file system's own library looks for them (for S3: `AWS_*`,
-`~/.aws`, `FSSPEC_S3_ENDPOINT_URL`). The budget is the bucket's lifecycle rules. Knows bytes under names.
+`~/.aws`, `AWS_ENDPOINT_URL`); they must allow to get, put, delete and list objects. The budget is the bucket's
+lifecycle rules. Knows bytes under names.
 """
 
 from __future__ import annotations
@@ -100,12 +101,13 @@ class ObjectValues:
                 yield name.removesuffix(SUFFIX), int(facts["size"])
 
     def ping(self) -> None:
-        """One round trip: ask for an object that is not there; a bucket that is not there is a failure."""
-        if isinstance(self._fs, LocalFileSystem):
-            return
+        """One round trip: ask for the bucket; one that is not there is a failure."""
         bucket = self._root.partition("/")[0]
+        if not self._fs.async_impl or not bucket:
+            self._guard(lambda: self._fs.exists(self._root))
+            return
         try:
-            self._call("ls", bucket, detail=False, refresh=True)
+            self._call("info", bucket)
         except FileNotFoundError as error:
             raise BackendUnreachableError(f"{self.url}: there is no {bucket!r} there; create it first") from error
 

@@ -60,12 +60,17 @@ class WriteQueue:
             if self._queued_bytes - freed_bytes + kv.nbytes > self.capacity_bytes:
                 self._drop(key, f"{self._queued_bytes} bytes are queued already")
                 return False
-            self._queued_bytes += kv.nbytes - freed_bytes
-            self._waiting[key] = kv, 0
             if self._thread is None:
                 # Not a daemon: one that is still inside torch when the interpreter goes away aborts the process.
-                self._thread = threading.Thread(target=self._work, name=self._name)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self._name)
+                try:
+                    thread.start()  # it waits for the condition that is held here
+                except RuntimeError as error:  # the interpreter is going away
+                    self._drop(key, str(error))
+                    return False
+                self._thread = thread
+            self._queued_bytes += kv.nbytes - freed_bytes
+            self._waiting[key] = kv, 0
             self._changed.notify_all()
             return True
 

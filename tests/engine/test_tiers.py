@@ -34,7 +34,7 @@ class Tiers:
         self.memory = MemoryStore(memory_bytes)
         self.disk = DiskStore(root, fsync=False)
         self.values = values or DictValues()
-        self.remote = RemoteStore(self.values)
+        self.remote = RemoteStore(self.values, timeout_s=60)
         self.store = TieredStore(self.memory, self.disk, self.remote)
 
 

@@ -171,11 +171,11 @@ def test_two_writers_of_one_key_never_show_half_an_entry(
         read = DiskStore(tmp_path / "kv").get
     else:
         url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
-        values = [open_remote(url).values for _ in range(2)]
+        values = [open_remote(url, timeout_s=60).values for _ in range(2)]
         from ragblend.engine.chunk_file import encode_chunk
 
         writers = [lambda kv, to=to: to.put(kv.header.key, encode_chunk(kv)) for to in values]
-        read = lambda key: open_remote(url).get(key)  # noqa: E731
+        read = lambda key: open_remote(url, timeout_s=60).get(key)  # noqa: E731
     writers[0](kv)
     remaining = [NUM_WRITES, NUM_WRITES]
 
@@ -211,7 +211,7 @@ kvs = [make_kv(seed, tokens=20, num_layers=3, namespace="ab"[seed % 2]) for seed
 def work(number):
     rng = random.Random(number)
     disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000, policy="lru" if number % 2 else "gdsf")
-    store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url))
+    store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url, timeout_s=60))
     hits = 0
     for _ in range(requests):
         kv = kvs[min(rng.randrange(40), rng.randrange(40))]
@@ -298,7 +298,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
     """10 chunks: 5 in a directory of somebody else's, 5 only in Redis, which cannot be promoted there."""
     kvs = [make_kv(seed) for seed in range(10)]
     owner = DiskStore(open_directory, fsync=False)
-    writer = open_remote(redis_server.url)
+    writer = open_remote(redis_server.url, timeout_s=60)
     for kv in kvs[:5]:
         owner.put(kv)
     for kv in kvs[5:]:
@@ -308,7 +308,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
         path.chmod(0o555)
     with somebody_else():
         disk = DiskStore(open_directory, create=False, capacity_bytes=10_000)
-        store = TieredStore(MemoryStore(3 * kvs[0].nbytes), disk, open_remote(redis_server.url))
+        store = TieredStore(MemoryStore(3 * kvs[0].nbytes), disk, open_remote(redis_server.url, timeout_s=60))
         for kv in kvs * 3:
             assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
         with pytest.raises(StoreNotWritableError, match="--store DIR"):
