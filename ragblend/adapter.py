@@ -94,6 +94,7 @@ class BlendModel(BaseModel):
 
     model: str = "demo"
     store: Any = None
+    remote: str | None = None  # shared tier under `store`: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL
     backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
     dtype: str = "auto"
     device: str = "auto"
@@ -126,6 +127,7 @@ class BlendModel(BaseModel):
             self.engine = share_engine(
                 self.model,
                 self.store,
+                remote=self.remote,
                 backend=self.backend,
                 dtype=self.dtype,
                 device=self.device,

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,6 +31,7 @@ from ragblend.cli_support import (
     OrderOption,
     RatioOption,
     RemoteCodeOption,
+    RemoteOption,
     RuleOption,
     StoreOption,
     SystemOption,
@@ -51,6 +52,8 @@ from ragblend.cli_support import (
     print_sources,
     progress_bars,
     quiet_libraries,
+    remote_facts,
+    remote_line,
     retrieve,
     settings_for_demo,
     settings_from,
@@ -61,7 +64,7 @@ from ragblend.cli_support import (
 )
 from ragblend.errors import RagblendError, UsageError
 
-EXIT_CORRUPT, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 6, 130
+EXIT_CORRUPT, EXIT_UNREACHABLE, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 5, 6, 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
@@ -81,6 +84,7 @@ def ingest(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Most tokens per chunk.")] = None,
     glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
@@ -119,6 +123,7 @@ def precompute(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
@@ -148,6 +153,7 @@ def remove(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
@@ -164,12 +170,70 @@ def remove(
 
 
 @app.command()
+def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived."""
+    settings = settings_from(locals())
+    from ragblend.engine.remote import open_remote
+    from ragblend.engine.store import format_bytes
+    from ragblend.maintenance import push_store
+
+    tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
+    with progress_bars() as progress:
+        report = push_store(settings.store, tier, progress)
+    tier.close()
+    text = (
+        f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} read"
+    )
+    print_result(report._asdict(), text, json_)
+    if report.num_dropped:
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+@app.command()
+def pin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    model: ModelOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Keep a document's KV: no budget evicts it, until `unpin`. Ingested again, its new chunks are kept."""
+    settings = settings_from(locals())
+    from ragblend.precompute import pin_document
+
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        num_chunks, num_stored = pin_document(document, engine, opened)
+    facts = {"document": document, "num_chunks": num_chunks, "num_stored": num_stored}
+    print_result(facts, f"{document}: {num_chunks} chunks pinned, KV of {num_stored} stored", json_)
+
+
+@app.command()
+def unpin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    store: StoreOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Let a document's KV be evicted again."""
+    settings = settings_from(locals())
+    from ragblend.engine.disk import DiskStore
+
+    was_pinned = DiskStore(settings.store, create=False).unpin(document)
+    text = f"{document}: {'no longer pinned' if was_pinned else 'was not pinned'}"
+    print_result({"document": document, "was_pinned": was_pinned}, text, json_)
+
+
+@app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
     model: ModelOption = None,
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     mode: ModeOption = None,
     rule: RuleOption = None,
     ratio: RatioOption = None,
@@ -218,6 +282,7 @@ def chat(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     mode: ModeOption = None,
     rule: RuleOption = None,
     ratio: RatioOption = None,
@@ -282,7 +347,9 @@ def search(
 
 
 @app.command()
-def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOption = False) -> None:
+def stats(
+    index: IndexOption = None, store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False
+) -> None:
     """What the index and the store hold and cost."""
     settings = settings_from(locals())
     from ragblend.engine.disk import DiskStore
@@ -296,7 +363,7 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
-    facts = {
+    facts: dict[str, Any] = {
         "index": settings.index,
         "store": settings.store,
         "num_documents": num_documents,
@@ -309,6 +376,9 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
         "store_bytes": nbytes,
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
+        "pinned": sorted(disk.pins()),
+        "disk_gib": settings.disk_gib or None,
+        "remote": remote_facts(settings),
         "sources": sources,
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
@@ -316,6 +386,8 @@ def stats(index: IndexOption = None, store: StoreOption = None, json_: JsonOptio
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
         f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
+        *([remote_line(facts["remote"])] if facts["remote"] else []),
         *(f"  {source}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
@@ -328,6 +400,7 @@ def verify(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
@@ -384,12 +457,13 @@ def doctor(
     backend: BackendOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
+    remote: RemoteOption = None,
     lmcache: Annotated[
         bool, typer.Option("--lmcache", help="Experimental: print how to start LMCache's own blending.")
     ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Check this machine: versions, model, embedder, disk, vLLM; say what is missing and how to mend it."""
+    """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
     settings = settings_from(locals())
     if lmcache:
         from ragblend.engine.vllm_lmcache import launch_line
@@ -695,6 +769,11 @@ def main() -> None:
     except RagblendError as error:
         err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if "pip install" not in str(error):  # an extra that is not installed says how to install it; the rest is a bug
+            raise
+        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        sys.exit(RagblendError.exit_code)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on where this one stopped")
         sys.exit(EXIT_INTERRUPTED)

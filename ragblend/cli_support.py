@@ -39,6 +39,9 @@ BackendOption = Annotated[
 ]
 IndexOption = Annotated[str | None, typer.Option("--index", help="Directory of the index.")]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Directory of the KV store.")]
+RemoteOption = Annotated[
+    str | None, typer.Option("--remote", help="Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
+]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="System text that chunks are precomputed behind.")]
@@ -112,10 +115,16 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
         device=settings.device,
         system=settings.system,
         namespace=settings.namespace,
-        memory_gib=settings.memory_gib,
         new_model=new_model,
         trust_remote_code=settings.trust_remote_code,
+        **tier_options(settings),
     )
+
+
+def tier_options(settings: Settings) -> dict[str, Any]:
+    """What `load_engine` and `open_store` take of the settings."""
+    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib")
+    return {name: getattr(settings, name) for name in names}
 
 
 def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
@@ -128,6 +137,29 @@ def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
 def embedder_name(settings: Settings) -> str | None:
     """The embedder to insist on; None for the index's own."""
     return None if settings.embedder == "auto" else settings.embedder
+
+
+def remote_facts(settings: Settings) -> dict[str, Any] | None:
+    """How the remote tier is doing and what it holds; None when there is none."""
+    if settings.remote is None:
+        return None
+    from ragblend.engine.remote import open_remote
+
+    tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    facts = tier.status()._asdict()
+    sizes = [size for _, size in tier.values.sizes()] if facts["reachable"] else []
+    tier.close()
+    return {**facts, "num_stored_chunks": len(sizes), "store_bytes": sum(sizes)}
+
+
+def remote_line(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    from ragblend.engine.store import format_bytes
+
+    if not facts["reachable"]:
+        return f"remote {facts['url']}: not reachable; answers go on without it"
+    held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
+    return f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
 
 
 # -- questions

@@ -26,6 +26,11 @@ class Settings:
     store: str = "ragblend-data/kv"
     embedder: str = "auto"  # auto (MiniLM if installed, else hashing), minilm, hashing, a Hugging Face id or a path
     memory_gib: float = 2.0  # budget of the memory tier
+    disk_gib: float = 0.0  # budget of the disk tier; 0: no limit
+    remote: str | None = None  # shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or any fsspec URL
+    remote_timeout_s: float = 5.0  # longest wait for one chunk from there
+    eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
+    quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
     chunk_size: int = 512  # tokens of the LLM's own tokenizer
     k: int = 6  # chunks retrieved per question
     neighbours: int = 0  # chunks added before and after each hit, from the same document
@@ -46,13 +51,17 @@ class Settings:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
         if self.neighbours < 0:
             raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")
-        if self.memory_gib < 0:
-            raise UsageError(f"memory_gib is {self.memory_gib}; choose 0 (no memory tier) or more")
+        for name, meaning in (("memory_gib", "no memory tier"), ("disk_gib", "no limit"), ("quota_gib", "no limit")):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 ({meaning}) or more")
+        if self.remote_timeout_s <= 0:
+            raise UsageError(f"remote_timeout_s is {self.remote_timeout_s}; choose more than 0 seconds")
         if self.backend not in ("transformers", "vllm") and not self.is_served:
             raise UsageError(f"backend is {self.backend!r}; choose transformers, vllm or a server's http://HOST:PORT")
         for name, known in (
             ("mode", ("blend", "full", "prefix", "reuse")),
             ("order", ("score", "document")),
+            ("eviction", ("lru", "gdsf")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
         ):
             if getattr(self, name) not in known:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from ragblend.config import Settings
 from ragblend.engine.disk import DiskStore, GcResult
+from ragblend.engine.kv import in_memory
 from ragblend.engine.protocols import Engine
+from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import format_bytes
-from ragblend.errors import CorruptError, NotFoundError, RagblendError
+from ragblend.errors import BackendUnreachableError, CorruptError, DamagedEntryError, NotFoundError, RagblendError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.precompute import Progress, disk_store, precompute_chunks
 from ragblend.segments import Segmenter
@@ -101,6 +103,47 @@ def collect_garbage(
     return disk.gc(max_bytes, keep, dry_run)
 
 
+class PushReport(NamedTuple):
+    """What `push` sent to the remote tier, what was there already, and what did not arrive."""
+
+    num_sent: int
+    num_known: int
+    num_damaged: int
+    num_dropped: int
+    sent_bytes: int
+
+
+def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
+    """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
+
+    Raises BackendUnreachableError when the remote does not answer at all.
+    """
+    status = remote.status()
+    if not status.reachable:
+        raise BackendUnreachableError(status.problem)
+    disk = DiskStore(store, create=False)
+    known, keys = set(remote.keys()), list(disk.keys())
+    tell = progress or (lambda stage, done, total: None)
+    num_sent = num_damaged = sent_bytes = 0
+    for done, key in enumerate(keys, start=1):
+        if key not in known:
+            try:
+                kv = in_memory(found) if (found := disk.get(key)) is not None else None
+            except DamagedEntryError:
+                kv = None
+            num_damaged += kv is None
+            if kv is not None:
+                num_sent += 1
+                sent_bytes += kv.nbytes
+                remote.put(kv)
+                # One at a time: nobody waits for an answer here, and nothing is dropped for want of room.
+                remote.flush()
+        tell("push", done, len(keys))
+    num_dropped = remote.counters.num_dropped
+    num_known = len(keys) - num_sent - num_damaged
+    return PushReport(num_sent - num_dropped, num_known, num_damaged, num_dropped, sent_bytes)
+
+
 def _ids_in_use(index: ChunkIndex) -> set[tuple[int, ...]] | None:
     """Id sequences of every indexed chunk, in the tokenizer the index was made with; None if that is not at hand."""
     from ragblend.engine.transformers_model import load_tokenizer
@@ -137,8 +180,15 @@ def examine(settings: Settings) -> list[Check]:
         _index(settings),
         _store(settings),
         _room(settings),
+        *([_remote(settings)] if settings.remote is not None else []),
     ]
-    for extra, package in (("langchain", "langchain-core"), ("llamaindex", "llama-index-core"), ("pdf", "pypdf")):
+    for extra, package in (
+        ("langchain", "langchain-core"),
+        ("llamaindex", "llama-index-core"),
+        ("pdf", "pypdf"),
+        ("redis", "redis"),
+        ("s3", "s3fs"),
+    ):
         checks.append(_package(package, extra))
     return checks + examine_vllm(settings)
 
@@ -280,3 +330,21 @@ def _room(settings: Settings) -> Check:
         path = path.parent
     free = shutil.disk_usage(path).free
     return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")
+
+
+def _remote(settings: Settings) -> Check:
+    """Reachable or not, and how far away; the local tiers answer either way."""
+    from ragblend.engine.remote import open_remote
+
+    assert settings.remote is not None
+    try:
+        tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    except (ImportError, RagblendError) as error:
+        return Check("remote", False, str(error), "correct --remote, RAGBLEND_REMOTE or ragblend.toml")
+    status = tier.status()
+    tier.close()
+    if status.latency_s is None:
+        return Check("remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it")
+    # A breaker belongs to a process: this one has just been made, a serving process logs when its own opens.
+    found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
+    return Check("remote", True, found)

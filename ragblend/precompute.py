@@ -17,8 +17,8 @@ from typing import Any
 from ragblend.chunker import Document, ReadFailure, Splitter, iter_documents, split
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.protocols import Engine
-from ragblend.engine.store import TieredStore, format_bytes
-from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.engine.store import Pins, TieredStore, format_bytes
+from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk
@@ -95,6 +95,7 @@ def ingest(
             if opened.document_status(source) != "precomputed":
                 opened.set_status(source, "precomputed")
         opened.save()
+        _pin_again(sources, engine, opened)
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
@@ -176,7 +177,31 @@ def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int
     removed = sum(engine.forget(chunk) for chunk in orphans)
     with closing(open_registry(engine)) as registry:
         registry.remove(chunk.text for chunk in orphans)
+    if isinstance(engine.store, Pins):
+        engine.store.unpin(source)
     return len(chunks), removed
+
+
+def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+    """Keep a document's KV in the tiers that evict, now and after restarts. Its chunks, and how many are stored.
+
+    Raises NotFoundError when the index has no such document.
+    """
+    chunks = list(index.chunks(source))
+    if not chunks:
+        raise NotFoundError(f"the index has no document {source!r}; ragblend stats lists them")
+    if isinstance(engine.store, Pins):
+        engine.store.pin(source, [engine.key(chunk) for chunk in chunks])
+    return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
+
+
+def _pin_again(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
+    """A pinned document that was ingested again may have other chunks now."""
+    disk = disk_store(engine)
+    pinned = disk.pins() if disk is not None else {}
+    for source in sources:
+        if source in pinned:
+            pin_document(source, engine, index)
 
 
 def open_engine_index(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ COMMANDS = (
     "ingest",
     "precompute",
     "remove",
+    "push",
+    "pin",
+    "unpin",
     "ask",
     "chat",
     "search",
@@ -176,6 +180,71 @@ def test_remove_and_gc_drop_kv(run, home):
     assert run(*INGEST)[0] == 0
 
 
+def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
+    sources = json.loads(run("stats", "--json", *PLACE)[1])["sources"]
+    code, out, _ = run("pin", sources[0], "--json", *PLACE)
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["num_stored"] == facts["num_chunks"] > 0
+    assert run("gc", "--max-size", "0", *PLACE)[0] == 0
+    stats = json.loads(run("stats", "--json", *PLACE)[1])
+    assert (stats["num_stored_chunks"], stats["pinned"]) == (facts["num_chunks"], [sources[0]])
+    assert json.loads(run("unpin", sources[0], "--store", "s", "--json")[1])["was_pinned"] is True
+    assert "was not pinned" in run("unpin", sources[0], "--store", "s")[1]
+    code, _, log = run("pin", "nowhere.md", *PLACE)
+    assert code == 3
+    assert "ragblend stats" in log
+    assert run(*INGEST)[0] == 0
+
+
+def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers_without_a_local_store(
+    run, tmp_path, questions
+):
+    remote = ["--remote", f"file://{tmp_path}/shared"]
+    place = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")]
+    assert run(*INGEST[:-4], *place, *remote)[0] == 0
+    stats = json.loads(run("stats", "--json", *place, *remote)[1])
+    assert stats["remote"]["reachable"]
+    assert stats["remote"]["num_stored_chunks"] == stats["num_stored_chunks"] > 0
+    assert stats["remote"]["store_bytes"] == stats["store_bytes"]
+    assert "answers in" in run("stats", *place, *remote)[1]
+    checks = json.loads(run("doctor", "--json", *place, *remote)[1])["checks"]
+    assert [check["ok"] for check in checks if check["name"] == "remote"] == [True]
+    assert run("gc", "--max-size", "0", *place)[0] == 0
+    question = questions[0]["question"]
+    code, out, _ = run("ask", question, "--json", "-k", "4", "--max-tokens", "8", *place, *remote)
+    assert code == 0
+    assert json.loads(out)["report"]["num_chunk_hits"] == 4
+
+
+def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
+    with socket.socket() as taken:  # bound, not listening: nobody answers
+        taken.bind(("127.0.0.1", 0))
+        remote = ["--remote", f"redis://:geheim@127.0.0.1:{taken.getsockname()[1]}/0"]
+        question = questions[0]["question"]
+        code, out, _ = run("ask", question, "--json", "-k", "4", "--max-tokens", "8", *PLACE, *remote)
+        assert code == 0
+        assert json.loads(out)["report"]["num_chunk_hits"] == 4
+        code, out, _ = run("doctor", *PLACE, *remote)
+        assert code == 1
+        assert "NO  remote" in out
+        assert "geheim" not in out
+        assert "not reachable" in run("stats", *PLACE, *remote)[1]
+
+
+def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_path):
+    remote = ["--remote", f"file://{tmp_path}/shared"]
+    num_stored = json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"]
+    for expected in ((num_stored, 0), (0, num_stored)):
+        code, out, _ = run("push", "--store", "s", "--json", *remote)
+        facts = json.loads(out)
+        assert code == 0
+        assert (facts["num_sent"], facts["num_known"], facts["num_dropped"]) == (*expected, 0)
+    assert json.loads(run("stats", "--json", *PLACE, *remote)[1])["remote"]["num_stored_chunks"] == num_stored
+    assert run("push", "--store", "s")[0] == 2
+    assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
+
+
 def test_doctor_names_what_is_missing_and_the_way_out(run):
     code, out, _ = run("doctor", "--json", *PLACE)
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
@@ -194,6 +263,7 @@ BAD_INPUT = {
     "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
     "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1"),
     "mode": (["ask", "Who?", "--mode", "fast", *PLACE], 2, "blend, full"),
+    "remote": (["ask", "Who?", "--remote", "cache:6379", *PLACE], 2, "redis://HOST"),
     "rule": (["ask", "Who?", "--rule", "best", *PLACE], 2, "cacheblend"),
     "flag": (["ask", "Who?", "--no-such-flag"], 2, "no-such-flag"),
     "empty question": (["ask", " ", *PLACE], 2, "question is empty"),

@@ -104,6 +104,10 @@ def test_a_broken_file_is_named(tmp_path: Path):
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"neighbours": -1}, "neighbours is -1"),
         ({"memory_gib": -0.5}, "memory_gib is -0.5"),
+        ({"disk_gib": -1.0}, "disk_gib is -1.0; choose 0"),
+        ({"quota_gib": -1.0}, "quota_gib is -1.0; choose 0"),
+        ({"remote_timeout_s": 0.0}, "remote_timeout_s is 0.0"),
+        ({"eviction": "fifo"}, "eviction is 'fifo'.*lru, gdsf"),
         ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
         ({"order": "random"}, "order is 'random'.*score, document"),
         ({"dtype": "int8"}, "dtype is 'int8'.*bfloat16"),
@@ -119,6 +123,15 @@ def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tm
 @pytest.mark.parametrize("values", [{"ratio": 0.0}, {"ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}])
 def test_the_ends_of_each_range_are_allowed(values):
     assert all(getattr(Settings(**values), name) == value for name, value in values.items())
+
+
+def test_the_remote_tier_is_named_by_flag_environment_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, 'remote = "s3://bucket/kv"\ndisk_gib = 20\neviction = "gdsf"\n')
+    settings = load_settings(directory=tmp_path)
+    assert (settings.remote, settings.disk_gib, settings.eviction) == ("s3://bucket/kv", 20.0, "gdsf")
+    monkeypatch.setenv("RAGBLEND_REMOTE", "redis://cache:6379/0")
+    assert load_settings(directory=tmp_path).remote == "redis://cache:6379/0"
+    assert load_settings({"remote": "file:///mnt/kv"}, tmp_path).remote == "file:///mnt/kv"
 
 
 def test_settings_do_not_change_after_birth():

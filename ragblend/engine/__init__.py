@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
 
 if TYPE_CHECKING:
+    from ragblend.engine.eviction import Policy
     from ragblend.engine.protocols import Engine, KVStore
     from ragblend.engine.store import TieredStore
     from ragblend.engine.transformers_engine import TransformersEngine
@@ -21,18 +22,60 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def open_store(path: str | Path, *, memory_gib: float = 2.0, create: bool = True) -> TieredStore:
-    """A memory tier of `memory_gib` GiB over the directory `path`; 0 leaves the memory tier out.
+class StoreOptions(TypedDict, total=False):
+    """Keyword arguments of `open_store` that an engine passes on."""
 
-    Raises NotFoundError when `path` does not exist and `create` is False.
+    memory_gib: float
+    disk_gib: float
+    remote: str | None
+    remote_timeout_s: float
+    eviction: Policy
+    quota_gib: float | Mapping[str, float]
+
+
+def open_store(
+    path: str | Path | None,
+    *,
+    memory_gib: float = 2.0,
+    disk_gib: float = 0.0,
+    remote: str | None = None,
+    remote_timeout_s: float = 5.0,
+    eviction: Policy = "lru",
+    quota_gib: float | Mapping[str, float] = 0.0,
+    create: bool = True,
+) -> TieredStore:
+    """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
+
+    `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier out, `disk_gib` limits
+    it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
+    `remote_timeout_s` at most. `eviction`: "lru", or "gdsf" for what saves the most prefill per byte. `quota_gib`:
+    what each namespace may hold in each local tier, or by namespace (0: no limit). Raises NotFoundError when `path`
+    does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
     """
     from ragblend.engine.disk import DiskStore
+    from ragblend.engine.remote import open_remote
     from ragblend.engine.store import MemoryStore, TieredStore
 
-    disk = DiskStore(path, create=create)
-    if memory_gib <= 0:
-        return TieredStore(disk)
-    return TieredStore(MemoryStore(int(memory_gib * GIB)), disk)
+    quotas = _quotas(quota_gib)
+    tiers: list[KVStore] = []
+    if memory_gib > 0:
+        tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
+    if path is not None:
+        budget = int(disk_gib * GIB) or None
+        disk = DiskStore(path, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas)
+        tiers.append(disk)
+        for document, keys in disk.pins().items() if memory_gib > 0 else ():
+            memory.pin(document, keys)
+    if remote is not None:
+        tiers.append(open_remote(remote, timeout_s=remote_timeout_s))
+    return TieredStore(*tiers)
+
+
+def _quotas(quota_gib: float | Mapping[str, float]) -> int | dict[str, int] | None:
+    """Quotas in bytes; None where there are none."""
+    if isinstance(quota_gib, Mapping):
+        return {namespace: int(gib * GIB) for namespace, gib in quota_gib.items()}
+    return int(quota_gib * GIB) or None
 
 
 @overload
@@ -46,9 +89,9 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
-    memory_gib: float = 2.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
+    **tiers: Unpack[StoreOptions],
 ) -> TransformersEngine: ...
 
 
@@ -63,13 +106,13 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
-    memory_gib: float = 2.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
+    **tiers: Unpack[StoreOptions],
 ) -> Engine: ...
 
 
@@ -83,17 +126,18 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
-    memory_gib: float = 2.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
+    **tiers: Unpack[StoreOptions],
 ) -> Engine:
     """A model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
+    `tiers` are the budgets, remote, eviction and quotas of `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
 
@@ -113,22 +157,23 @@ def load_engine(
         if device != "auto":
             raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
         return _load_vllm(
-            model, store, dtype, vllm_options or {}, memory_gib,
+            model, store, dtype, vllm_options or {}, tiers,
             {"system": system, "namespace": namespace, "on_miss": on_miss}, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
     from ragblend.engine.kv import dtype_name
-    from ragblend.engine.store import MemoryStore
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.transformers_layers import TransformersLayers
     from ragblend.engine.transformers_model import load_model
     from ragblend.segments import Segmenter, prompt_format
 
-    if store is None:
-        tiers: KVStore = MemoryStore(int(memory_gib * GIB))
+    if store is None or isinstance(store, str | Path):
+        kv_store: KVStore = open_store(store, **tiers)
+    elif tiers.get("remote") is not None:
+        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
     else:
-        tiers = open_store(store, memory_gib=memory_gib) if isinstance(store, str | Path) else store
+        kv_store = store
     loaded = load_model(model, dtype, device, trust_remote_code)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
@@ -139,7 +184,7 @@ def load_engine(
     return TransformersEngine(
         layers,
         segmenter,
-        tiers,
+        kv_store,
         name=loaded.name,
         fingerprint=loaded.fingerprint,
         system=system,
@@ -184,7 +229,7 @@ def _load_vllm(
     store: str | Path | KVStore | None,
     dtype: str,
     vllm_options: Mapping[str, Any],
-    memory_gib: float,
+    tiers: StoreOptions,
     options: dict[str, Any],
     new_model: bool,
     trust_remote_code: bool,
@@ -210,7 +255,11 @@ def _load_vllm(
     }  # fmt: skip
     register_model(root, checkpoint.fingerprint, facts, new_model)
     transfer = transfer_config(
-        root, model=model, system=options["system"], memory_gib=memory_gib, trust_remote_code=trust_remote_code
+        root,
+        model=model,
+        system=options["system"],
+        memory_gib=tiers.get("memory_gib"),
+        trust_remote_code=trust_remote_code,
     )
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))

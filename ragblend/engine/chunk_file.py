@@ -6,19 +6,21 @@ fixed offset and is checked before anything is parsed; every later format versio
 and values lie side by side under one checksum. Token ids are plain JSON numbers: about as many bytes as base64 for
 five-digit ids, and `jq` shows them.
 
-Works on headers, tensors and one file at a time. Knows nothing about directories, eviction, models or prompts.
+Works on headers, tensors and one file, or the bytes of one, at a time. Knows nothing about directories, eviction,
+models or prompts.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +67,13 @@ def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int) -> None:
     header = _encode_header(kv.header, kv.layers, checksums)
     assert len(header) == data_offset
     stream.write(header)
+
+
+def encode_chunk(kv: MemoryKV) -> bytes:
+    """The bytes of a chunk's file, for stores that keep values instead of files."""
+    stream = io.BytesIO()
+    write_chunk(stream, kv, header_nbytes(kv))
+    return stream.getvalue()
 
 
 def _encode_header(header: KVHeader, layers: Sequence[LayerKV], checksums: Sequence[str]) -> bytes:
@@ -210,17 +219,72 @@ class OpenFile:
                 raise UnreadableError(f"the file ends at byte {offset}, {buffer.nbytes} bytes early")
             buffer, offset = buffer[count:], offset + count
 
-    def header_bytes(self) -> tuple[bytes, int]:
-        """Length prefix with header, unverified, and the file's size in bytes."""
-        size = os.fstat(self.fd).st_size
-        prefix = bytearray(8)
-        self.read(memoryview(prefix), 0)
-        length = int.from_bytes(prefix, "little")
-        if not len(_OPENING) + 32 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise UnreadableError(f"a header of {length} bytes in a file of {size}")
-        text = bytearray(length)
-        self.read(memoryview(text), 8)
-        return bytes(prefix + text), size
+    @property
+    def nbytes(self) -> int:
+        """The file's size."""
+        return os.fstat(self.fd).st_size
+
+
+class _Bytes:
+    """A chunk's file that came as one value."""
+
+    __slots__ = ("_data", "nbytes")
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.nbytes = memoryview(data), len(data)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset` on; UnreadableError when the bytes end first."""
+        part = self._data[offset : offset + buffer.nbytes]
+        if part.nbytes < buffer.nbytes:
+            raise UnreadableError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
+        buffer[:] = part
+
+
+class _Source(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, buffer: memoryview, offset: int) -> None: ...
+
+
+def _header_bytes(source: _Source) -> tuple[bytes, int]:
+    """Length prefix with header, unverified, and the size of the whole in bytes."""
+    size = source.nbytes
+    prefix = bytearray(8)
+    source.read(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if not len(_OPENING) + 32 < length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise UnreadableError(f"a header of {length} bytes in a file of {size}")
+    text = bytearray(length)
+    source.read(memoryview(text), 8)
+    return bytes(prefix + text), size
+
+
+def _read_layer(source: _Source, header: KVHeader, span: _Span, index: int) -> LayerKV:
+    """One layer, verified, in memory of its own."""
+    num_keys = math.prod(span.keys_shape)
+    # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
+    with torch.inference_mode(False):
+        buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
+        data = buffer.numpy().data
+        source.read(data, span.offset)
+        if xxh3_128_hexdigest(data) != span.checksum:
+            raise UnreadableError(f"layer {index} does not match its checksum")
+        flat = buffer.view(DTYPES[header.dtype])
+        return LayerKV(flat[:num_keys].view(span.keys_shape), flat[num_keys:].view(span.values_shape))
+
+
+def decode_chunk(data: bytes, key: str) -> MemoryKV:
+    """The chunk in the bytes of its file, every byte of them verified.
+
+    Raises UnreadableError for damage and for another key's chunk, MismatchError for another version's.
+    """
+    source = _Bytes(data)
+    raw, nbytes = _header_bytes(source)
+    header, spans = _decode_header(raw, nbytes)
+    if header.key != key:
+        raise UnreadableError(f"it holds the KV of {header.key}")
+    return MemoryKV(header, tuple(_read_layer(source, header, span, index) for index, span in enumerate(spans)))
 
 
 class DiskKV:
@@ -232,7 +296,7 @@ class DiskKV:
     """
 
     def __init__(self, key: str, path: Path, file: OpenFile, on_damage: Callable[[str, Path, OpenFile, str], None]):
-        raw, file_nbytes = file.header_bytes()
+        raw, file_nbytes = _header_bytes(file)
         self.header, self._spans = _decode_header(raw, file_nbytes)
         if self.header.key != key:
             raise UnreadableError(f"it holds the KV of {self.header.key}")
@@ -277,19 +341,9 @@ class DiskKV:
 
     def _reopen(self) -> OpenFile:
         file = OpenFile(self._path)
-        if file.header_bytes()[0][_DIGITS] != self._digits:
+        if _header_bytes(file)[0][_DIGITS] != self._digits:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file
 
     def _read(self, file: OpenFile, index: int) -> LayerKV:
-        span = self._spans[index]
-        num_keys = math.prod(span.keys_shape)
-        # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
-        with torch.inference_mode(False):
-            buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
-            data = buffer.numpy().data
-            file.read(data, span.offset)
-            if xxh3_128_hexdigest(data) != span.checksum:
-                raise UnreadableError(f"layer {index} does not match its checksum")
-            flat = buffer.view(DTYPES[self.header.dtype])
-            return LayerKV(flat[:num_keys].view(span.keys_shape), flat[num_keys:].view(span.values_shape))
+        return _read_layer(file, self.header, self._spans[index], index)

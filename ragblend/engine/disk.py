@@ -2,8 +2,10 @@
 
     ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
     ROOT/models/FINGERPRINT.json    whose KV the store holds
+    ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
 
-An entry appears in one step and whole, is set aside when it turns out damaged, and goes when `gc` needs its room.
+An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
+its room.
 Works on names, files and directories; `chunk_file` knows what is inside an entry. Knows nothing about models,
 prompts or other tiers.
 """
@@ -21,23 +23,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
+from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
 from ragblend.engine.protocols import StoreCounters
+from ragblend.engine.sizes import format_bytes
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, StoreNotWritableError, UsageError
 
 log = logging.getLogger(__name__)
 
 ENTRY_SUFFIX, DAMAGED_SUFFIX, TEMP_SUFFIX = ".safetensors", ".damaged", ".tmp"
-MODELS_DIR = "models"
+MODELS_DIR, PINS_DIR = "models", "pins"
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TEMP_MAX_AGE_S = 3600.0
+RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look again at what others wrote
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 # Temp files name their host: a process id says nothing about a writer on another machine of a shared file system.
@@ -71,18 +76,49 @@ class GcResult(NamedTuple):
     kept_bytes: int
 
 
+class _Facts(NamedTuple):
+    """What eviction needs to know of an entry. worth: recompute cost / bytes."""
+
+    namespace: str
+    worth: float
+
+
 class DiskStore:
     """KVStore in a directory, safe to share between threads and processes.
+
+    `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first, by `policy`:
+    "lru" removes the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`; uses are
+    counted by this process, the time of the last use is on disk). `quotas`: bytes each namespace may hold; one that
+    has too many loses its own. Pinned entries stay. Of several processes that write at the same time each may exceed
+    the budget by a sixteenth of it before it sees what the others wrote.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, create: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        fsync: bool = True,
+        create: bool = True,
+        capacity_bytes: int | None = None,
+        policy: Policy = "lru",
+        quotas: int | Mapping[str, int] | None = None,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
         self.root = Path(root)
+        self.capacity_bytes = capacity_bytes
         self._fsync = fsync
         self._counters = StoreCounters()
+        self._quotas = Quotas(quotas)
+        self._ranking = Ranking(policy)
+        self._facts: dict[str, _Facts] = {}  # of entries whose headers this process has read
+        self._known_bytes: int | None = None  # what the entries hold, as far as this process knows
+        self._unseen_bytes = 0  # written here since it last looked
         self._lock = threading.Lock()
+        self._room_lock = threading.Lock()
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
         try:
@@ -119,6 +155,7 @@ class DiskStore:
             self._quarantine(key, path, file, str(error))
         else:
             self._count(num_hits=1)
+            self._note_use(kv.header, kv.nbytes)
             _touch(file.fd, os.fstat(file.fd))
             return kv
         self._count(num_misses=1)
@@ -127,14 +164,16 @@ class DiskStore:
     def put(self, kv: ChunkKV) -> None:
         """Store a chunk; when it returns, the entry survives a crash. Needs memory for one more layer at most.
 
-        An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk or the
-        quota is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
+        An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk, the
+        budget or the quota is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
         """
         path = self._path(kv.header.key)
         held = in_memory(kv)
         data_offset = header_nbytes(held)
-        self._replace(path, data_offset + held.nbytes, lambda stream: write_chunk(stream, held, data_offset))
+        with self._room_for(held.header, data_offset + held.nbytes):
+            self._replace(path, data_offset + held.nbytes, lambda stream: write_chunk(stream, held, data_offset))
         _unlink(path.with_suffix(DAMAGED_SUFFIX))
+        self._note_use(held.header, held.nbytes)
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
@@ -177,6 +216,9 @@ class DiskStore:
         """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
         with suppress(OSError, UsageError):
             path = self._path(key)
+            if (facts := self._facts.get(key)) is not None:
+                with self._lock:
+                    self._ranking.use(key, facts.worth)
             _touch(path, path.stat())
 
     def verify(self) -> Iterator[VerifyResult]:
@@ -197,19 +239,21 @@ class DiskStore:
     ) -> GcResult:
         """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
 
-        max_bytes: what the remaining files may hold together; None leaves the rest alone. `dry_run` only reports.
+        max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
+        whatever it is. `dry_run` only reports.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
         leftovers, quarantined = list(self._leftovers()), list(self._stats(DAMAGED_SUFFIX))
-        entries = sorted(self._stats(ENTRY_SUFFIX), key=lambda item: (item[1].st_mtime_ns, item[0]))
+        entries = self._by_last_use()
+        pinned = self.pinned_keys()
         kept_bytes = sum(stat.st_size for _, stat in entries)
         unwanted = {path for path, _ in entries if keep is not None and not keep(path.stem)}
         kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
         evicted = []
         for path, stat in entries:  # oldest first
             if path not in unwanted:
-                if max_bytes is None or kept_bytes <= max_bytes:
+                if max_bytes is None or kept_bytes <= max_bytes or path.stem in pinned:
                     continue
                 kept_bytes -= stat.st_size
             evicted.append((path, stat))
@@ -221,6 +265,42 @@ class DiskStore:
         freed_bytes = sum(stat.st_size for _, stat in doomed)
         keys = tuple(path.stem for path, _ in evicted)
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
+
+        Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
+        """
+        data = json.dumps({"document": document, "keys": sorted(set(keys))}, indent=1).encode() + b"\n"
+        self._replace(self._pin_path(document), len(data), lambda stream: stream.write(data))
+
+    def unpin(self, document: str) -> bool:
+        """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
+        path = self._pin_path(document)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise self._write_error(error, path, 0) from error
+        return True
+
+    def pins(self) -> dict[str, tuple[str, ...]]:
+        """Keys of pinned documents; an unreadable note is skipped with a warning."""
+        found: dict[str, tuple[str, ...]] = {}
+        for path in sorted((self.root / PINS_DIR).glob("[!.]*.json")):
+            try:
+                note = json.loads(path.read_bytes())
+                found[str(note["document"])] = tuple(str(key) for key in note["keys"])
+            except FileNotFoundError:
+                continue  # unpinned meanwhile
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                log.warning("pin %s is skipped: %s", path, error)
+        return found
+
+    def pinned_keys(self) -> frozenset[str]:
+        """Keys of all pinned documents."""
+        return frozenset(key for keys in self.pins().values() for key in keys)
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
@@ -240,6 +320,98 @@ class DiskStore:
             except (OSError, ValueError, TypeError) as error:
                 log.warning("model descriptor %s is skipped: %s", path, error)
         return found
+
+    @contextmanager
+    def _room_for(self, header: KVHeader, nbytes: int) -> Iterator[None]:
+        """Make room for one entry, then let the caller write it; one at a time, so that two do not take the same."""
+        if self.capacity_bytes is None and not self._quotas:
+            yield
+            return
+        with self._room_lock:
+            self._make_room(header, nbytes)
+            yield
+            self._known_bytes = (self._known_bytes or 0) + nbytes
+            self._unseen_bytes += nbytes
+
+    def _make_room(self, header: KVHeader, nbytes: int) -> None:
+        """Evict until `nbytes` more fit the budget and the namespace's quota. Raises StoreFullError if they cannot."""
+        limit, quota = self.capacity_bytes, self._quotas.of(header.namespace)
+        for size, what, setting in ((limit, "the disk budget", "disk_gib"), (quota, "the quota", "quota_gib")):
+            if size is not None and nbytes > size:
+                raise StoreFullError(
+                    f"chunk {header.key} needs {format_bytes(nbytes)}, {what} of {self.root} is {format_bytes(size)} "
+                    f"in all; raise {setting}"
+                )
+        trusted = limit is None or self._unseen_bytes < limit * RESCAN_SHARE
+        if quota is None and trusted and self._known_bytes is not None and self._known_bytes + nbytes <= (limit or 0):
+            return
+        entries = self._in_eviction_order(skip=header.key)
+        used_bytes = sum(entry.nbytes for entry in entries)
+        own_bytes = sum(entry.nbytes for entry in entries if entry.namespace == header.namespace)
+        excess_bytes = used_bytes + nbytes - limit if limit is not None else 0
+        over_bytes = own_bytes + nbytes - quota if quota is not None else 0
+        victims = set(choose_victims(lambda: entries, self.pinned_keys(), excess_bytes, {header.namespace: over_bytes}))
+        leaving = [entry for entry in entries if entry.key in victims]
+        freed_bytes = sum(entry.nbytes for entry in leaving)
+        own_freed_bytes = sum(entry.nbytes for entry in leaving if entry.namespace == header.namespace)
+        if freed_bytes < excess_bytes or own_freed_bytes < over_bytes:
+            raise StoreFullError(
+                f"chunk {header.key} needs {format_bytes(nbytes)}, pinned entries leave no room for it in {self.root}; "
+                "unpin a document (ragblend unpin DOC), or raise disk_gib or quota_gib"
+            )
+        for entry in leaving:
+            if _unlink(self._path(entry.key)):
+                self._count(num_evicted=1)
+            with self._lock:
+                self._ranking.evicted(entry.key)
+            self._facts.pop(entry.key, None)
+        self._known_bytes, self._unseen_bytes = used_bytes - freed_bytes, 0
+
+    def _in_eviction_order(self, skip: str) -> list[Candidate]:
+        """Every entry but `skip`, the first to leave first."""
+        entries = [(path.stem, stat) for path, stat in self._by_last_use() if path.stem != skip]
+        if self._ranking.policy == "gdsf":
+            # The oldest first, so that equal priorities leave by last use. Headers are read before the lock is taken.
+            unknown = [(key, self._facts_of(key).worth) for key, _ in entries if key not in self._ranking]
+            with self._lock:
+                for key, worth in unknown:
+                    self._ranking.use(key, worth)
+                entries.sort(key=lambda item: self._ranking.rank(item[0]))
+        named = bool(self._quotas)
+        return [Candidate(key, stat.st_size, self._facts_of(key).namespace if named else "") for key, stat in entries]
+
+    def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
+        """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
+        now_s = time.time()
+        found = []
+        for path, stat in self._stats(ENTRY_SUFFIX):
+            if stat.st_mtime > now_s + TOUCH_INTERVAL_S:
+                with suppress(OSError):
+                    os.utime(path, (now_s, now_s))
+            found.append((min(stat.st_mtime_ns, int(now_s * 1e9)), path.stem, path, stat))
+        return [(path, stat) for _, _, path, stat in sorted(found, key=lambda item: item[:2])]
+
+    def _note_use(self, header: KVHeader, nbytes: int) -> None:
+        if self.capacity_bytes is None and not self._quotas:
+            return
+        facts = _Facts(header.namespace, recompute_cost(header) / max(1, nbytes))
+        with self._lock:
+            self._facts[header.key] = facts
+            self._ranking.use(header.key, facts.worth)
+
+    def _facts_of(self, key: str) -> _Facts:
+        """What eviction needs of an entry's header, read once; an unreadable one is worth nothing."""
+        if key not in self._facts:
+            header = self.header(key)
+            if header is None:
+                return _Facts("", 0.0)
+            with suppress(OSError):
+                nbytes = self._path(key).stat().st_size
+                self._facts[key] = _Facts(header.namespace, recompute_cost(header) / max(1, nbytes))
+        return self._facts.get(key, _Facts("", 0.0))
+
+    def _pin_path(self, document: str) -> Path:
+        return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
 
     def _path(self, key: str) -> Path:
         return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
@@ -342,9 +514,9 @@ def _checked_name(name: str) -> str:
 
 
 def _touch(target: int | Path, stat: os.stat_result) -> None:
-    """Set the modification time to now if it is older than TOUCH_INTERVAL_S; a read-only store keeps its times."""
+    """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
     with suppress(OSError):
-        if time.time() - stat.st_mtime > TOUCH_INTERVAL_S:
+        if abs(time.time() - stat.st_mtime) > TOUCH_INTERVAL_S:  # ahead of us: a clock was set back
             os.utime(target)
 
 

@@ -1,7 +1,8 @@
 """The seams: what a store and a model must offer to the fusor and the engines, and who owns the memory.
 
-Small Protocols, no inheritance. Implementations: `store`, `disk` (KVStore), `loader` (LayerSource),
-`transformers_layers` (LayerwiseModel), `transformers_engine`, `vllm_engine`, `vllm_client` (Engine).
+Small Protocols, no inheritance. Implementations: `store`, `memory`, `disk`, `remote` (KVStore), `remote_redis`,
+`remote_objects` (ByteStore), `loader` (LayerSource), `transformers_layers`, `vllm_layers` (LayerwiseModel),
+`transformers_engine`, `vllm_engine`, `vllm_client` (Engine).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class StoreCounters:
     num_puts: int = 0
     num_damaged: int = 0
     num_evicted: int = 0
+    num_failures: int = 0  # requests to a remote tier that failed or took too long; each get among them is a miss too
+    num_dropped: int = 0  # background writes given up: the queue was full, or the remote refused or did not answer
 
 
 class KVStore(Protocol):
@@ -46,6 +49,28 @@ class KVStore(Protocol):
     def delete(self, key: str) -> bool: ...
     def keys(self) -> Iterator[str]: ...
     def nbytes(self) -> int: ...
+
+
+class ByteStore(Protocol):
+    """Named values somewhere else: what a remote tier needs of Redis or of an object store. Safe between threads.
+
+    Every method raises BackendUnreachableError when the other side fails or takes longer than its time limit, and
+    StoreFullError when it refuses a value for want of room. `put` appears in one step, or is noticed by checksums.
+    `abort` makes calls that are under way in other threads fail soon.
+    """
+
+    @property
+    def url(self) -> str: ...  # without its password
+    @property
+    def max_value_bytes(self) -> int: ...
+    def get(self, name: str) -> bytes | None: ...
+    def put(self, name: str, data: bytes) -> None: ...
+    def contains(self, name: str) -> bool: ...
+    def delete(self, name: str) -> bool: ...
+    def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
+    def ping(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class FusedLayers(Protocol):

@@ -1,179 +1,31 @@
-"""Tiers: chunk KV in memory under a byte budget, and several stores behind one face.
+"""Several stores behind one face: `TieredStore(MemoryStore(8 * GIB), DiskStore("kv"), open_remote("redis://..."))`.
 
-Works on ChunkKV values and on any KVStore. Knows nothing about files, models or prompts.
+Works on any KVStore. Knows nothing about files, servers, models or prompts.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, in_memory
+from ragblend.engine.memory import MemoryStore, versions
 from ragblend.engine.protocols import KVStore, StoreCounters
-from ragblend.errors import RagblendError, StoreFullError, UsageError
+from ragblend.engine.sizes import format_bytes, parse_bytes
+from ragblend.engine.write_queue import WriteQueue
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+
+__all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
 log = logging.getLogger(__name__)
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGTP", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(size: str | int) -> int:
-    """A number of bytes from text: `KiB` and `K` are 1024, `KB` is 1000, no unit is bytes. Raises UsageError.
-
-    >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes(512)
-    (8589934592, 1500, 512)
-    """
-    match = _SIZE.fullmatch(str(size))
-    if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{size!r} is not a size; write a number and a unit, such as 8GiB, 500MB or 4096")
-    unit = _UNITS[match[2].upper()]
-    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
-
-
-def format_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in binary units.
-
-    >>> format_bytes(512), format_bytes(8 * 1024**3)
-    ('512 B', '8.0 GiB')
-    """
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    amount = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        amount /= 1024
-        if abs(amount) < 1023.95 or unit == "PiB":  # what rounds to 1024.0 goes to the next unit
-            break
-    return f"{amount:.1f} {unit}"
-
-
-class _Held(NamedTuple):
-    """An entry in memory and the write counters its tensors had when it came in."""
-
-    kv: MemoryKV
-    versions: tuple[int, ...]
-
-
-class MemoryStore:
-    """KVStore in memory: least recently used entries go when `capacity_bytes` of tensors are held. Thread-safe.
-
-    Tensors are shared with whoever put or got them and are read-only for everybody. An in-place torch operation on
-    one is noticed at the next `get`: the entry is dropped with a warning, as a miss, never an answer.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise UsageError(
-                f"capacity_bytes is {capacity_bytes}; choose 0 (hold nothing) or more, such as 8 * 1024**3"
-            )
-        self.capacity_bytes = capacity_bytes
-        self._entries: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
-        self._used_bytes = 0
-        self._counters = StoreCounters()
-        self._lock = threading.Lock()
-
-    @property
-    def counters(self) -> StoreCounters:
-        """Hits, misses, puts, damage and evictions since the store was made."""
-        return self._counters
-
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
-        """The entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
-        with self._lock:
-            held = self._entries.get(key)
-            if held is None:
-                self._counters.num_misses += 1
-                return None
-            if token_ids is not None and held.kv.header.token_ids != tuple(token_ids):
-                problem = "its token ids differ from those asked for"
-            elif _versions(held.kv.layers) != held.versions:
-                problem = "a caller wrote into its tensors, which are read-only; it is dropped"
-                self._drop(key)
-            else:
-                self._entries.move_to_end(key)
-                self._counters.num_hits += 1
-                return held.kv
-            self._counters.num_misses += 1
-            self._counters.num_damaged += 1
-        log.warning("KV %s in memory is not used: %s", key, problem)
-        return None
-
-    def put(self, kv: ChunkKV) -> None:
-        """Hold a chunk, evicting the least recently used ones; the caller no longer writes to its tensors.
-
-        Tensors that are slices of larger ones, or live elsewhere than on the CPU, are copied. Raises StoreFullError
-        when the chunk alone exceeds the capacity.
-        """
-        if kv.nbytes > self.capacity_bytes:
-            raise StoreFullError(
-                f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, the memory tier holds "
-                f"{format_bytes(self.capacity_bytes)} in all; raise its capacity or split documents into smaller chunks"
-            )
-        source = in_memory(kv)
-        held = MemoryKV(source.header, tuple(_own(layer) for layer in source.layers))
-        with self._lock:
-            self._drop(held.header.key)
-            while self._used_bytes + held.nbytes > self.capacity_bytes:
-                self._drop(next(iter(self._entries)))
-                self._counters.num_evicted += 1
-            self._entries[held.header.key] = _Held(held, _versions(held.layers))
-            self._used_bytes += held.nbytes
-            self._counters.num_puts += 1
-            assert self._used_bytes <= self.capacity_bytes
-
-    def contains(self, key: str) -> bool:
-        """Whether the entry is held; does not count as a use."""
-        with self._lock:
-            return key in self._entries
-
-    def delete(self, key: str) -> bool:
-        """Drop an entry; whether there was one."""
-        with self._lock:
-            return self._drop(key)
-
-    def keys(self) -> Iterator[str]:
-        """Keys held at this moment, least recently used first."""
-        with self._lock:
-            return iter(tuple(self._entries))
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors held, never more than `capacity_bytes`."""
-        with self._lock:
-            return self._used_bytes
-
-    def _drop(self, key: str) -> bool:
-        held = self._entries.pop(key, None)
-        if held is None:
-            return False
-        self._used_bytes -= held.kv.nbytes
-        return True
-
-
-def _own(layer: LayerKV) -> LayerKV:
-    """The layer in CPU memory that holds nothing else: a slice would keep the whole it was cut from alive."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
-    if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
-        return layer
-    with torch.inference_mode(False):  # an inference tensor does not count in-place writes; its clone here does
-        return LayerKV(*(tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in layer))
-
-
-def _needs_copy(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
-
-
-def _versions(layers: Sequence[LayerKV]) -> tuple[int, ...]:
-    """How often torch wrote into each tensor, views of it included; 0 for inference tensors, which do not count."""
-    return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)
+PROMOTION_BYTES = 1 << 30  # on their way to a tier that takes its time; what does not fit is not promoted
+NUM_PREFETCHES = 4
 
 
 @runtime_checkable
@@ -183,23 +35,63 @@ class _Touchable(Protocol):
     def touch(self, key: str) -> None: ...
 
 
-class TieredStore:
-    """Stores in order of speed, fastest first, as one KVStore: `TieredStore(MemoryStore(8 * GIB), DiskStore("kv"))`.
+@runtime_checkable
+class FetchesAhead(Protocol):
+    """A tier whose entries come from far: it can start fetching several before they are asked for."""
 
-    `get` asks from the top. An entry found further down still streams layer by layer, and moves up once all its
-    layers have been read and verified. `put` writes through to every tier.
+    def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class Prefetches(Protocol):
+    """A store that brings entries closer in the background."""
+
+    def prefetch(self, keys: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class Pins(Protocol):
+    """A tier that evicts, and spares what is pinned."""
+
+    def pin(self, document: str, keys: Sequence[str]) -> None: ...
+    def unpin(self, document: str) -> bool: ...
+
+
+@runtime_checkable
+class WorksInBackground(Protocol):
+    """A tier that writes in the background."""
+
+    def flush(self, timeout_s: float | None = None) -> bool: ...
+    def close(self, timeout_s: float = 10.0) -> bool: ...
+
+
+class TieredStore:
+    """Stores in order of speed, fastest first, as one KVStore. Safe to share between threads.
+
+    `get` asks from the top. An entry found further down moves up once all its layers have been read and verified: at
+    once into memory, in the background into any other tier. Readers of one entry share what one of them has read.
+    `put` writes through to every tier. `close` drains background work within a time limit; the store stays usable.
     """
 
     def __init__(self, *tiers: KVStore) -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self.tiers = tiers
-        self._num_hits = self._num_misses = self._num_puts = 0
+        self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
+        # Promotions into tiers that take their time, by position.
+        self._promotions = {
+            position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
+            for position, tier in enumerate(tiers[:-1])
+            if not isinstance(tier, MemoryStore)
+        }
+        self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
+        self._pulling: set[str] = set()
+        self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     @property
     def counters(self) -> StoreCounters:
-        """A snapshot: one hit or miss per `get`, one put per `put`; damage and evictions summed over the tiers."""
+        """A snapshot: one hit or miss per `get`, one put per `put`; everything else summed over the tiers."""
         tiers = [tier.counters for tier in self.tiers]
         return StoreCounters(
             num_hits=self._num_hits,
@@ -207,29 +99,120 @@ class TieredStore:
             num_puts=self._num_puts,
             num_damaged=sum(counters.num_damaged for counters in tiers),
             num_evicted=sum(counters.num_evicted for counters in tiers),
+            num_failures=sum(counters.num_failures for counters in tiers),
+            num_dropped=sum(counters.num_dropped for counters in tiers)
+            + sum(queue.num_dropped for queue in self._promotions.values()),
         )
+
+    # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only."""
+        kv = self._find(key, token_ids)
+        with self._lock:
+            self._num_hits += kv is not None
+            self._num_misses += kv is None
+        return kv
+
+    def fetch_ahead(self, keys: Sequence[str]) -> None:
+        """Bring, side by side, what only a remote tier can have; the `get`s that follow find it in a faster one.
+
+        Returns when everything has arrived or missed, at the remote's time limit at the latest.
+        """
         for position, tier in enumerate(self.tiers):
-            kv = tier.get(key, token_ids)
+            if not isinstance(tier, FetchesAhead):
+                continue
+            faster = self.tiers[:position]
+            far = [key for key in keys if not any(upper.contains(key) for upper in faster)]
+            tier.fetch_ahead(far)
+            for key in far:
+                self._find(key, None)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Bring entries into the fastest tier in the background, for a later request. Returns at once.
+
+        Ask for no more than that tier holds: the last to arrive would push out the first.
+        """
+        with self._lock:
+            missing = [key for key in dict.fromkeys(keys) if key not in self._pulling]
+            self._pulling.update(missing)
+            for key in missing:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(NUM_PREFETCHES, thread_name_prefix="ragblend-prefetch")
+                self._executor.submit(self._pull, key)
+
+    def _pull(self, key: str) -> None:
+        try:
+            if not self.tiers[0].contains(key) and (kv := self._find(key, None)) is not None:
+                in_memory(kv)  # reading every layer is what moves it up
+        except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
+            log.warning("KV %s was not prefetched: %s", key, error)
+        finally:
+            with self._lock:
+                self._pulling.discard(key)
+
+    def _find(self, key: str, token_ids: Sequence[int] | None) -> ChunkKV | None:
+        num_deletes = self._num_deletes
+        for position, tier in enumerate(self.tiers):
+            if position and (shared := self._shared(key, token_ids)) is not None:
+                return shared
+            kv = self._on_its_way(position, key, token_ids) or tier.get(key, token_ids)
             if kv is None:
                 continue
-            with self._lock:
-                self._num_hits += 1
             for slower in self.tiers[position + 1 :]:
                 if isinstance(slower, _Touchable):
                     slower.touch(key)
-            faster = [upper for upper in self.tiers[:position] if _fits(upper, kv)]
-            return _PromotingKV(kv, tier, faster) if faster else kv
-        with self._lock:
-            self._num_misses += 1
+            return self._moving_up(kv, position, num_deletes)
         return None
 
-    def put(self, kv: ChunkKV) -> None:
-        """Write to every tier; one too large for a memory tier is left out there.
+    def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
+        """The entry as somebody else is reading it at this moment."""
+        shared = self._being_read.get(key)
+        if (
+            shared is None
+            or not shared.is_good
+            or (token_ids is not None and shared.header.token_ids != tuple(token_ids))
+        ):
+            return None
+        return shared
 
-        Raises the first tier's StoreFullError (or other refusal) after all tiers were tried.
+    def _on_its_way(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
+        """The entry, if it waits to be written to the tier at `position`."""
+        kv = self._promotions[position].peek(key) if position in self._promotions else None
+        return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
+
+    def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
+        """What the caller gets; reading it to the end hands it to the faster tiers."""
+        faster = [upper for upper in range(position) if _fits(self.tiers[upper], kv)]
+        if not faster:
+            return kv
+        if isinstance(kv, MemoryKV):  # it came whole
+            if self._num_deletes == num_deletes:  # otherwise it may be what was deleted while it was on its way
+                self._promote(kv, faster)
+            return kv
+        promoting = _PromotingKV(kv, self.tiers[position], lambda whole: self._promote(whole, faster))
+        self._being_read[kv.header.key] = promoting
+        return promoting
+
+    def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
+        for position in positions:
+            if position in self._promotions:
+                self._promotions[position].put(kv)
+                continue
+            try:
+                self.tiers[position].put(kv)
+            except StoreFullError as error:  # pinned entries fill it
+                log.debug("%s", error)
+            except RagblendError as error:  # a faster tier that refuses costs speed, not the answer
+                log.warning("KV %s stays in its slower tier: %s", kv.header.key, error)
+
+    # -- writing
+
+    def put(self, kv: ChunkKV) -> None:
+        """Write to every tier; one too large for a memory tier, or pinned out of it, is left out there.
+
+        A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
+        tiers were tried.
         """
         held = in_memory(kv)
         failure: RagblendError | None = None
@@ -239,20 +222,50 @@ class TieredStore:
             try:
                 tier.put(held)
             except RagblendError as error:
-                failure = failure or error
+                if not (isinstance(tier, MemoryStore) and len(self.tiers) > 1):
+                    failure = failure or error
         if failure is not None:
             raise failure
         with self._lock:
             self._num_puts += 1
 
+    def delete(self, key: str) -> bool:
+        """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
+
+        Raises BackendUnreachableError, after the local tiers forgot it, when a remote one cannot be told.
+        """
+        with self._lock:
+            self._num_deletes += 1
+        if (shared := self._being_read.pop(key, None)) is not None:
+            shared.cancel()
+        removed, failure = False, None
+        for position, tier in reversed(list(enumerate(self.tiers))):
+            if position in self._promotions:
+                self._promotions[position].discard(key)
+            try:
+                removed = tier.delete(key) or removed
+            except BackendUnreachableError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return removed
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
+        for tier in self.tiers:
+            if isinstance(tier, Pins):
+                tier.pin(document, keys)
+
+    def unpin(self, document: str) -> bool:
+        """Let a document's entries be evicted again; whether it was pinned in any tier."""
+        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, Pins)]
+        return any(was_pinned)
+
+    # -- state
+
     def contains(self, key: str) -> bool:
         """Whether any tier has the entry."""
         return any(tier.contains(key) for tier in self.tiers)
-
-    def delete(self, key: str) -> bool:
-        """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it."""
-        removed = [tier.delete(key) for tier in reversed(self.tiers)]
-        return any(removed)
 
     def keys(self) -> Iterator[str]:
         """Every key that some tier has, once."""
@@ -267,19 +280,43 @@ class TieredStore:
         """Bytes held by all tiers together; an entry in two tiers counts twice."""
         return sum(tier.nbytes() for tier in self.tiers)
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for prefetches' promotions and remote writes; False when `timeout_s` seconds were not enough."""
+        return self._each_within(timeout_s, "flush")
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drain background work for at most `timeout_s` seconds, give up and count the rest. Whether all was done."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+            self._pulling.clear()
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+        return self._each_within(timeout_s, "close")
+
+    def _each_within(self, timeout_s: float | None, action: str) -> bool:
+        """Flush or close every queue and every tier that writes in the background, within one time limit."""
+        until_s = None if timeout_s is None else monotonic() + timeout_s
+        done = True
+        for part in (*self._promotions.values(), *self.tiers):
+            if isinstance(part, WorksInBackground):
+                left_s = None if until_s is None else max(0.0, until_s - monotonic())
+                done = getattr(part, action)(left_s) and done
+        return done
+
 
 def _fits(tier: KVStore, kv: ChunkKV) -> bool:
-    return not isinstance(tier, MemoryStore) or kv.nbytes <= tier.capacity_bytes
+    return not isinstance(tier, MemoryStore) or tier.fits(kv)
 
 
 class _PromotingKV:
-    """A slower tier's entry, handed to the faster tiers once every layer of it was read. Thread-safe."""
+    """A slower tier's entry, read once for everybody, and handed up once every layer of it was read. Thread-safe."""
 
-    def __init__(self, source: ChunkKV, tier: KVStore, faster: Sequence[KVStore]) -> None:
-        self._source, self._tier, self._faster = source, tier, faster
-        self._read: dict[int, LayerKV] | None = {}  # None: promoted
-        self._versions: dict[int, tuple[int, ...]] = {}
+    def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
+        self._source, self._tier, self._promote = source, tier, promote
+        self._read: dict[int, tuple[LayerKV, tuple[int, ...]]] = {}  # with the write counters it came with
+        self._promoted = False
         self._lock = threading.Lock()
+        self.is_good = True  # false once a layer was damaged, or the entry deleted
 
     @property
     def header(self) -> KVHeader:
@@ -292,26 +329,30 @@ class _PromotingKV:
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of one layer, [H, T, D] each, read and verified by the slower tier."""
-        layer = self._source.layer(index)
-        with self._lock:
-            if self._read is None:
-                return layer
-            if index not in self._read:
-                self._read[index], self._versions[index] = layer, _versions([layer])
-            if len(self._read) < self.header.num_layers:
-                return layer
-            read, self._read = self._read, None
-        self._promote(read)
+        with self._lock:  # a second reader of the layer waits for the first, and takes what it read
+            known = self._read.get(index)
+            if known is not None and versions([known[0]]) == known[1]:
+                return known[0]
+            try:
+                layer = self._source.layer(index)
+            except RagblendError:
+                self.is_good = False
+                raise
+            if known is None:
+                self._read[index] = layer, versions([layer])
+            whole = len(self._read) == self.header.num_layers and not self._promoted
+            self._promoted = self._promoted or whole
+        if whole:
+            self._hand_up()
         return layer
 
-    def _promote(self, read: dict[int, LayerKV]) -> None:
-        layers = tuple(read[index] for index in range(self.header.num_layers))
-        written_into = any(_versions([read[index]]) != self._versions[index] for index in read)
-        # An entry deleted while it was being read must not come back to life.
-        if written_into or not self._tier.contains(self.header.key):
-            return
-        for tier in self._faster:
-            try:
-                tier.put(MemoryKV(self.header, layers))
-            except RagblendError as error:  # a full faster tier costs speed, not the answer
-                log.warning("KV %s stays in its slower tier: %s", self.header.key, error)
+    def cancel(self) -> None:
+        """The entry was deleted: it is not handed up any more."""
+        self._promoted, self.is_good = True, False
+
+    def _hand_up(self) -> None:
+        layers = [self._read[index] for index in range(self.header.num_layers)]
+        written_into = any(versions([layer]) != counters for layer, counters in layers)
+        # An entry that another process deleted while it was being read must not come back to life.
+        if self.is_good and not written_into and self._tier.contains(self.header.key):
+            self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

@@ -39,6 +39,7 @@ from ragblend.engine.selection import (
     schedule,
 )
 from ragblend.engine.self_check import self_check
+from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
 from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -106,6 +107,11 @@ class TransformersEngine:
     def precompute(self, chunk: Part) -> int:
         """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
         return self._precompute(self.segmenter.chunk_ids(chunk))
+
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
+        if isinstance(self.store, Prefetches):
+            self.store.prefetch([self.key(chunk) for chunk in chunks])
 
     def forget(self, chunk: Part) -> bool:
         """Drop the chunk's KV behind the default prefix; whether it was stored."""
@@ -192,6 +198,11 @@ class TransformersEngine:
     def prefill(self, request: Request) -> Prefilled:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
+        if request.mode not in ("full", "prefix") and isinstance(self.store, FetchesAhead):
+            # Before the lock: while a remote tier sends this request's chunks, another request computes.
+            segments = [segment for segment in request.prompt.chunk_segments if segment.token_ids]
+            prefixes = dict.fromkeys((request.prompt.prefix_ids, self.default_prefix_ids))
+            self.store.fetch_ahead([self._key(ids, segment.token_ids) for segment in segments for ids in prefixes])
         while True:
             try:
                 with self._lock, torch.inference_mode():
@@ -322,10 +333,10 @@ class TransformersEngine:
             rule,
             checks,
             num_resident,
-            request.sampling.seed or 0,
-            probe_layers(rule, checks, num_layers),
-            next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
-            self._separators(prompt),
+            seed=request.sampling.seed or 0,
+            probe_layers=probe_layers(rule, checks, num_layers),
+            question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
+            separators=self._separators(prompt),
         )
 
     def _separators(self, prompt: TokenizedPrompt) -> Tensor:
@@ -397,9 +408,11 @@ class TransformersEngine:
             self._backfill.flush()
 
     def close(self) -> None:
-        """Finish background work and release the thread."""
+        """Finish background work, the store's within its time limit, and release the threads."""
         if self._backfill is not None:
             self._backfill.close()
+        if isinstance(self.store, WorksInBackground):
+            self.store.close()
 
     def __enter__(self) -> TransformersEngine:
         return self

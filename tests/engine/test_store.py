@@ -283,6 +283,7 @@ def test_a_damaged_tier_is_healed_from_the_one_below(disk: DiskStore, tmp_path: 
     with pytest.raises(DamagedEntryError):
         read_all(tiers.get(kv.header.key))
     assert_same(tiers.get(kv.header.key), kv)
+    assert tiers.flush(10)
     for tier in tiers.tiers:
         assert_same(tier.get(kv.header.key), kv)
 

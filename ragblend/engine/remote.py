@@ -1,0 +1,345 @@
+"""The shared tier: the bytes of chunk files in Redis or an object store, never in the way of an answer.
+
+A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
+chunk, a request's chunks side by side (`fetch_ahead`), everything verified before the plan is made, so that damage is
+a miss at once and never restarts a request. Writes wait in a queue. Whatever fails or takes too long is a miss and a
+counter; after a few failures the breaker keeps requests away until a probe, sent in the background, comes back.
+
+Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models or prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from time import monotonic, perf_counter
+from typing import NamedTuple
+
+from ragblend.engine.breaker import CircuitBreaker, State
+from ragblend.engine.chunk_file import UnreadableError, decode_chunk, encode_chunk
+from ragblend.engine.keys import chunk_key
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, in_memory
+from ragblend.engine.protocols import ByteStore, StoreCounters
+from ragblend.engine.write_queue import WriteQueue
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0  # the longest a `get` may take in all; recomputing a chunk is rarely slower than that
+QUEUE_BYTES = 1 << 30
+NUM_FETCHES = 8  # chunks on their way at the same time
+LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
+_MAX_BAD = 4096
+
+
+class RemoteStatus(NamedTuple):
+    """How a remote tier is doing. `latency_s` is a ping's round trip, None when it did not come back."""
+
+    url: str
+    reachable: bool
+    latency_s: float | None
+    breaker: State
+    num_failures: int
+    num_dropped: int
+    queued_bytes: int
+    problem: str = ""
+
+
+class _Flight(NamedTuple):
+    """A fetch that is under way, or came back less than LINGER_S ago. Its result is None for a miss."""
+
+    future: Future[MemoryKV | None]
+    started_s: float
+
+
+class RemoteStore:
+    """KVStore over a ByteStore. `get` never raises and takes `timeout_s` at most; `put` never waits.
+
+    Requests that want the same chunk at the same time fetch it once. `delete` alone raises BackendUnreachableError
+    when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
+    `close` drains them and releases threads and connections; both are safe to call again.
+    """
+
+    def __init__(
+        self,
+        values: ByteStore,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        queue_bytes: int = QUEUE_BYTES,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self.values = values
+        self.breaker = breaker or CircuitBreaker()
+        self._timeout_s = timeout_s
+        self._counters = StoreCounters()
+        self._flights: dict[str, _Flight] = {}
+        self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s)
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
+        self._counters.num_dropped = self._queue.num_dropped
+        return self._counters
+
+    # -- reading
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
+        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too."""
+        kv = self._queue.peek(key)
+        if kv is None and (flight := self._start(key)) is not None:
+            kv = self._arrival(key, flight)
+        if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
+            log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
+            self._count(num_damaged=1)
+            kv = None
+        self._count(num_misses=kv is None, num_hits=kv is not None)
+        return kv
+
+    def fetch_ahead(self, keys: Sequence[str]) -> None:
+        """Start fetching `keys` side by side; the `get`s that follow wait for what is under way."""
+        for key in keys:
+            if self._queue.peek(key) is None:
+                self._start(key)
+
+    def _start(self, key: str) -> _Flight | None:
+        """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
+        now_s = monotonic()
+        with self._lock:
+            for other, flight in list(self._flights.items()):
+                if flight.future.done() and now_s - flight.started_s > LINGER_S:
+                    del self._flights[other]
+            if (known := self._flights.get(key)) is not None:
+                return known
+            if self.breaker.is_closed:
+                self._flights[key] = flight = _Flight(self._pool().submit(self._fetch, key), now_s)
+                return flight
+        self._probe_when_due()
+        return None
+
+    def _arrival(self, key: str, flight: _Flight) -> MemoryKV | None:
+        try:
+            return flight.future.result(max(0.0, flight.started_s + self._timeout_s - monotonic()))
+        except (FutureTimeoutError, TimeoutError):
+            if self._forget(key, flight):  # several may wait for one flight; it fails once
+                self._failed(f"KV {key} did not come from {self.values.url} within {self._timeout_s:g} s")
+                self.values.abort()
+        except CancelledError:  # by close()
+            self._forget(key, flight)
+        except Exception as error:  # a bug or no memory: costs this chunk, not the answer
+            self._forget(key, flight)
+            self._failed(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
+        return None
+
+    def _fetch(self, key: str) -> MemoryKV | None:
+        if not self.breaker.is_closed:  # it opened while this fetch waited for a thread
+            self._forget(key)
+            return None
+        try:
+            data = self.values.get(key)
+        except RagblendError as error:
+            if self._forget(key):  # otherwise it took too long, and was counted then
+                self._failed(str(error))
+            return None
+        self.breaker.succeeded()
+        if data is None:
+            return None
+        try:
+            kv = decode_chunk(data, key)
+            _check_key(kv.header)
+        except UnreadableError as error:
+            log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
+            self._count(num_damaged=1)
+            self._note_bad(key)
+            return None
+        return kv
+
+    # -- writing
+
+    def put(self, kv: ChunkKV) -> None:
+        """Queue a chunk to be sent; one that finds no room, or is refused, is counted as dropped."""
+        held = in_memory(kv)
+        with self._lock:
+            self._flights.pop(held.header.key, None)
+        if self._queue.put(held):
+            self._count(num_puts=1)
+
+    def _send(self, kv: MemoryKV) -> None:
+        """Send one chunk, unless the other side has it."""
+        key = kv.header.key
+        if kv.nbytes > self.values.max_value_bytes:
+            raise StoreFullError(f"{kv.nbytes} bytes; {self.values.url} takes {self.values.max_value_bytes} at most")
+        try:
+            if key in self._bad or not self.values.contains(key):
+                self.values.put(key, encode_chunk(kv))
+        except BackendUnreachableError as error:
+            self._failed(str(error))
+            raise
+        self.breaker.succeeded()
+        with self._lock:
+            self._bad.pop(key, None)
+
+    def _hold_back_s(self) -> float:
+        """Seconds the writer waits before it asks again: while the breaker is open, until its probe has come back."""
+        self._probe_when_due()
+        return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
+
+    def contains(self, key: str) -> bool:
+        """Whether the entry is there or on its way there; one that failed verification is not, nor while it is down."""
+        if self._queue.peek(key) is not None:
+            return True
+        if key in self._bad or not self._is_open_for_asking():
+            return False
+        try:
+            found = self.values.contains(key)
+        except RagblendError as error:
+            self._failed(str(error))
+            return False
+        self.breaker.succeeded()
+        return found
+
+    def delete(self, key: str) -> bool:
+        """Remove an entry; whether there was one. Raises BackendUnreachableError when that cannot be known."""
+        queued = self._queue.peek(key) is not None
+        self._queue.discard(key)
+        with self._lock:
+            self._flights.pop(key, None)
+            self._bad.pop(key, None)
+        return self.values.delete(key) or queued
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all entries, unverified; none while the other side does not answer."""
+        return (key for key, _ in self._sizes())
+
+    def nbytes(self) -> int:
+        """Bytes of all entries; 0 while the other side does not answer."""
+        return sum(size for _, size in self._sizes())
+
+    # -- state
+
+    def status(self) -> RemoteStatus:
+        """Ask the other side for a sign of life, whatever the breaker says, and tell how it has been doing."""
+        start_s, problem = perf_counter(), ""
+        try:
+            self.values.ping()
+        except RagblendError as error:
+            problem = str(error)
+        latency_s = None if problem else perf_counter() - start_s
+        counters = self.counters
+        return RemoteStatus(
+            self.values.url,
+            not problem,
+            latency_s,
+            self.breaker.state,
+            counters.num_failures,
+            counters.num_dropped,
+            self._queue.nbytes,
+            problem,
+        )
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for queued writes; False when `timeout_s` seconds were not enough."""
+        return self._queue.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drain the queue for at most `timeout_s` seconds, then drop and count the rest. Whether all was written."""
+        drained = self._queue.close(timeout_s)
+        with self._lock:
+            executor, self._executor = self._executor, None
+            self._flights.clear()
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+        self.values.close()
+        return drained
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        try:
+            yield from self.values.sizes()
+        except RagblendError as error:
+            self._failed(str(error))
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-remote")
+        return self._executor
+
+    def _is_open_for_asking(self) -> bool:
+        if not self.breaker.is_closed:
+            self._probe_when_due()
+        return self.breaker.is_closed
+
+    def _probe_when_due(self) -> None:
+        """Send the breaker's probe in the background: no request waits for it."""
+        if self.breaker.claim_probe():
+            with self._lock:
+                self._pool().submit(self._probe)
+
+    def _probe(self) -> None:
+        try:
+            self.values.ping()
+        except RagblendError as error:
+            log.info("%s", error)
+            self.breaker.failed()
+        else:
+            self.breaker.probed()
+            log.warning("%s answers again", self.values.url)
+
+    def _failed(self, reason: str) -> None:
+        self._count(num_failures=1)
+        was_closed = self.breaker.is_closed
+        self.breaker.failed()
+        log.warning("%s", reason)
+        if was_closed and not self.breaker.is_closed:
+            log.warning("%s is left alone for now; the local tiers go on", self.values.url)
+
+    def _forget(self, key: str, flight: _Flight | None = None) -> bool:
+        """Take a fetch (or whichever is under way) off the list, so that the next `get` asks again; if it was on it."""
+        with self._lock:
+            if key not in self._flights or flight not in (None, self._flights[key]):
+                return False
+            del self._flights[key]
+            return True
+
+    def _note_bad(self, key: str) -> None:
+        with self._lock:
+            self._bad[key] = None
+            if len(self._bad) > _MAX_BAD:
+                self._bad.popitem(last=False)
+
+    def _count(self, **steps: int) -> None:
+        with self._lock:
+            for name, step in steps.items():
+                setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def open_remote(url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES) -> RemoteStore:
+    """The remote tier at `url`: `redis://`, `rediss://`, `s3://BUCKET/PREFIX`, `file:///DIR`, or any fsspec URL.
+
+    Opens no connection yet. Raises UsageError for what is no such URL, ImportError naming the extra to install.
+    """
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if not scheme or timeout_s <= 0:
+        problem = f"the remote's time limit is {timeout_s} s" if scheme else f"{url!r} is not the URL of a remote tier"
+        raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
+    values: ByteStore
+    if scheme in ("redis", "rediss"):
+        from ragblend.engine.remote_redis import RedisValues
+
+        values = RedisValues(url, timeout_s)
+    else:
+        from ragblend.engine.remote_objects import ObjectValues
+
+        values = ObjectValues(url, timeout_s)
+    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes)
+
+
+def _check_key(header: KVHeader) -> None:
+    """UnreadableError unless the header's facts make its key: a shared place may hold what somebody else forged."""
+    if chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace) != header.key:
+        raise UnreadableError("its token ids, model and namespace do not make its key")

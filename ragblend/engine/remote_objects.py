@@ -1,0 +1,181 @@
+"""Chunk files as objects: `s3://BUCKET/PREFIX` and whatever else fsspec opens (`file:///DIR`, `gs://`, `az://`, ...).
+
+Credentials, endpoints and regions come from where the file system's own library looks for them (for S3: `AWS_*`,
+`~/.aws`, `AWS_ENDPOINT_URL`); they must allow to get, put, delete and list objects. The budget is the bucket's
+lifecycle rules. Knows bytes under names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from ragblend.errors import BackendUnreachableError, UsageError
+
+try:
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+except ImportError as error:
+    raise ImportError("an object store tier needs fsspec: pip install 'ragblend[s3]'") from error
+
+SUFFIX = ".safetensors"
+CONNECT_TIMEOUT_S = 1.0
+WRITE_TIMEOUT_S = 60.0
+_MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
+
+
+class ObjectValues:
+    """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, laid out as a disk store's directory.
+
+    `timeout_s` bounds a whole call where the file system is asynchronous (S3, Google, Azure). Nothing is retried
+    here: the caller counts and decides.
+    """
+
+    max_value_bytes = _MAX_VALUE_BYTES
+
+    def __init__(self, url: str, timeout_s: float, **options: Any) -> None:
+        parts = urlsplit(url)
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self._timeout_s = timeout_s
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(parts.scheme, timeout_s), **options})
+        except ImportError as error:
+            raise ImportError(
+                f"{self.url} needs another package: {error}; for s3: pip install 'ragblend[s3]'"
+            ) from error
+        except (ValueError, OSError) as error:
+            raise UsageError(
+                f"{self.url} cannot be opened ({error}); write s3://BUCKET/PREFIX or file:///DIR"
+            ) from error
+        self._root = str(root).rstrip("/")
+        if hasattr(self._fs, "retries"):  # s3fs waits and tries five times; the breaker does that better
+            self._fs.retries = 1
+
+    def get(self, name: str) -> bytes | None:
+        """The object's bytes, or None."""
+        try:
+            return bytes(self._call("cat_file", self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write the object. A local folder gets it in one step, as object stores do by themselves."""
+        path = self._path(name)
+        if isinstance(self._fs, LocalFileSystem):
+            self._guard(lambda: _replace(path, data))
+        else:
+            self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
+
+    def contains(self, name: str) -> bool:
+        """Whether there is an object."""
+        try:
+            self._call("info", self._path(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, name: str) -> bool:
+        """Remove the object; whether there was one."""
+        if not self.contains(name):
+            return False
+        try:
+            self._call("rm_file", self._path(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Every name with its object's bytes; lists the whole prefix."""
+        try:
+            found = self._call("find", self._root, detail=True, timeout_s=WRITE_TIMEOUT_S)
+        except FileNotFoundError:
+            return
+        for path, facts in found.items():
+            name = str(path).rpartition("/")[2]
+            if name.endswith(SUFFIX) and not name.startswith("."):
+                yield name.removesuffix(SUFFIX), int(facts["size"])
+
+    def ping(self) -> None:
+        """One round trip: ask for the bucket; one that is not there is a failure."""
+        bucket = self._root.partition("/")[0]
+        if not self._fs.async_impl or not bucket:
+            self._guard(lambda: self._fs.exists(self._root))
+            return
+        try:
+            self._call("info", bucket)
+        except FileNotFoundError as error:
+            raise BackendUnreachableError(f"{self.url}: there is no {bucket!r} there; create it first") from error
+
+    def abort(self) -> None:
+        """Nothing to do: an asynchronous call that exceeds its time is cancelled by itself."""
+
+    def close(self) -> None:
+        """Nothing to do: fsspec shares its connections."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
+        """One call of the file system, cancelled when it takes too long; FileNotFoundError passes."""
+        if not self._fs.async_impl:
+            return self._guard(lambda: getattr(self._fs, method)(*args, **options))
+        limit_s = timeout_s or self._timeout_s
+        call = getattr(self._fs, f"_{method}")
+
+        async def limited() -> Any:
+            return await asyncio.wait_for(call(*args, **options), limit_s)
+
+        def wait() -> Any:
+            future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
+            return future.result(limit_s + 1.0)  # should the loop itself hang
+
+        return self._guard(wait)
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            raise BackendUnreachableError(
+                f"{self.url} takes longer than its time limit; see remote_timeout_s"
+            ) from error
+        except Exception as error:  # every file system has its own exceptions; none may reach an answer
+            raise BackendUnreachableError(
+                f"{self.url} fails ({type(error).__name__}: {error}); check it: ragblend doctor --remote URL"
+            ) from error
+
+
+def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
+    if scheme not in ("s3", "s3a"):
+        return {}
+    # Our own instance: another user of s3fs in this process keeps its own retries and limits.
+    return {
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+        "max_concurrency": 1,  # more would ask for the size first; chunks already come side by side
+        "config_kwargs": {
+            "connect_timeout": min(CONNECT_TIMEOUT_S, timeout_s),
+            "read_timeout": timeout_s,
+            "retries": {"max_attempts": 0},
+        },
+    }
+
+
+def _replace(path: str, data: bytes) -> None:
+    directory, _, name = path.rpartition("/")
+    os.makedirs(directory, exist_ok=True)  # noqa: PTH103 (fsspec's paths are strings)
+    temp = f"{directory}/.{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temp, "xb") as stream:  # noqa: PTH123
+            stream.write(data)
+        os.replace(temp, path)  # noqa: PTH105
+    except BaseException:
+        if os.path.exists(temp):  # noqa: PTH110
+            os.unlink(temp)  # noqa: PTH108
+        raise

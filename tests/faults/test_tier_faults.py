@@ -1,0 +1,346 @@
+"""Tiers against servers that die, lie and lag, and processes that share a store. `RAGBLEND_FAULTS=full` raises counts.
+
+Every test reads each answer bit by bit: a miss is allowed where it says so, another chunk's bits never are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from servers import RedisServer, TcpProxy, running_redis
+from tier_support import assert_same, make_kv
+
+from ragblend.engine.breaker import CircuitBreaker
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.remote import RemoteStore, open_remote
+from ragblend.engine.remote_objects import ObjectValues
+from ragblend.engine.remote_redis import RedisValues
+from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.errors import StoreNotWritableError
+
+pytestmark = pytest.mark.timeout(600)
+
+FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
+NUM_KILLS = 20 if FULL else 3
+NUM_PROCESSES, NUM_REQUESTS = 8, 200 if FULL else 25
+NUM_ROUNDS = 60 if FULL else 10
+NUM_WRITES = 200 if FULL else 30
+
+
+def quick_breaker() -> CircuitBreaker:
+    return CircuitBreaker(pause_s=0.02, max_pause_s=0.1)
+
+
+@contextmanager
+def load(num_threads: int, work: Callable[[random.Random], None]) -> Iterator[list[int]]:
+    """Threads that call `work` again and again until the block ends; yields the calls made so far, per thread."""
+    stop, failures, counts = threading.Event(), [], [0] * num_threads
+
+    def run(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            while not stop.is_set():
+                work(rng)
+                counts[number] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    assert all(counts), "a thread did nothing: the test shows nothing"
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    yield from running_redis(tmp_path)
+
+
+def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_answer(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """3 (full: 20) kill -9 under 4 threads that ask all tiers, which must hit, and Redis alone, which may miss."""
+    kvs = [make_kv(seed, tokens=50) for seed in range(12)]
+    far = RemoteStore(RedisValues(redis_server.url, 1.0), timeout_s=1.0, breaker=quick_breaker())
+    alone = RemoteStore(RedisValues(redis_server.url, 1.0), timeout_s=1.0, breaker=quick_breaker())
+    store = TieredStore(MemoryStore(4 * kvs[0].nbytes), DiskStore(tmp_path / "kv", fsync=False), far)
+    for kv in kvs:
+        store.put(kv)
+    outcomes = {"hit": 0, "miss": 0}
+
+    def work(rng: random.Random) -> None:
+        kv = rng.choice(kvs)
+        assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+        if rng.random() < 0.3:
+            store.put(kv)
+        found = alone.get(kv.header.key, kv.header.token_ids)
+        outcomes["miss" if found is None else "hit"] += 1
+        if found is not None:
+            assert_same(found, kv)
+        time.sleep(0.001)
+
+    with load(4, work) as counts:
+        for _ in range(NUM_KILLS):
+            time.sleep(0.3)
+            redis_server.kill()
+            time.sleep(0.2)
+            redis_server.start()
+        time.sleep(0.3)
+    assert sum(counts) > 50 * NUM_KILLS
+    assert min(outcomes.values()) > 0, "without both a miss and a hit the test shows nothing"
+    assert store.counters.num_misses == store.counters.num_damaged == alone.counters.num_damaged == 0
+    assert far.breaker.num_opened + alone.breaker.num_opened >= NUM_KILLS
+    for kv in kvs:
+        store.put(kv)
+    assert store.close(30)
+    assert alone.close()
+    assert sorted(open_remote(redis_server.url).keys()) == sorted(kv.header.key for kv in kvs)
+
+
+def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 (full: 60) rounds of 500s, bodies cut at a random byte, closed connections and quiet, under 3 threads."""
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    proxy = TcpProxy(server.get_host_and_port()[1])
+    for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    options = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}}
+    values = ObjectValues("s3://faults/kv", 1.0, **options)
+    values._fs.mkdir("faults")
+    store = RemoteStore(values, timeout_s=1.0, breaker=quick_breaker())
+    kvs = [make_kv(seed, tokens=50) for seed in range(8)]
+    for kv in kvs:
+        store.put(kv)
+    assert store.flush(60)
+    outcomes = {"hit": 0, "miss": 0}
+
+    def work(rng: random.Random) -> None:
+        kv = rng.choice(kvs)
+        found = store.get(kv.header.key, kv.header.token_ids)
+        outcomes["miss" if found is None else "hit"] += 1
+        if found is not None:
+            assert_same(found, kv)
+        time.sleep(0.002)
+
+    rng = random.Random(0)
+    monkeypatch.setattr("ragblend.engine.remote.LINGER_S", 0.0)
+    with load(3, work):
+        for _ in range(NUM_ROUNDS):
+            proxy.cut_after = rng.randrange(1, 8000)
+            proxy.mode = rng.choice(["error", "cut", "refuse"])
+            time.sleep(0.15)
+            proxy.mode = "pass"
+            time.sleep(0.15)
+    assert min(outcomes.values()) > 0
+    assert (store.counters.num_damaged, store.counters.num_failures > 0) == (0, True)
+    store.close()
+    proxy.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", ["redis", "file", "disk"])
+def test_two_writers_of_one_key_never_show_half_an_entry(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """30 (full: 200) writes by each of two writers, read all the while."""
+    kv = make_kv(3, tokens=200, num_layers=3)
+    if kind == "disk":
+        writers = [DiskStore(tmp_path / "kv", fsync=False).put for _ in range(2)]
+        read = DiskStore(tmp_path / "kv").get
+    else:
+        url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
+        values = [open_remote(url, timeout_s=60).values for _ in range(2)]
+        from ragblend.engine.chunk_file import encode_chunk
+
+        writers = [lambda kv, to=to: to.put(kv.header.key, encode_chunk(kv)) for to in values]
+        read = lambda key: open_remote(url, timeout_s=60).get(key)  # noqa: E731
+    writers[0](kv)
+    remaining = [NUM_WRITES, NUM_WRITES]
+
+    def write(number: int) -> None:
+        while remaining[number]:
+            writers[number](kv)
+            remaining[number] -= 1
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    num_reads = 0
+    while any(remaining) or not num_reads:
+        assert_same(read(kv.header.key), kv)
+        num_reads += 1
+    for thread in threads:
+        thread.join()
+    assert remaining == [0, 0]
+
+
+MANY_PROCESSES = """
+import json, os, random, sys
+sys.path.insert(0, sys.argv[1])
+from tier_support import assert_same, make_kv
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.remote import open_remote
+from ragblend.engine.store import MemoryStore, TieredStore
+import torch
+torch.set_num_threads(1)
+root, url, processes, requests = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+kvs = [make_kv(seed, tokens=20, num_layers=3, namespace="ab"[seed % 2]) for seed in range(40)]
+
+def work(number):
+    rng = random.Random(number)
+    disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000, policy="lru" if number % 2 else "gdsf")
+    store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url, timeout_s=60))
+    hits = 0
+    for _ in range(requests):
+        kv = kvs[min(rng.randrange(40), rng.randrange(40))]
+        found = store.get(kv.header.key, kv.header.token_ids)
+        if found is None:
+            store.put(kv)
+        else:
+            assert_same(found, kv)
+            hits += 1
+    drained = store.close(60)
+    counters = store.counters
+    faults = [counters.num_damaged, counters.num_dropped, counters.num_failures]
+    return [hits, *faults, int(drained), disk.counters.num_evicted]
+
+pipes = []
+for number in range(processes):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        code = 1
+        try:
+            os.write(writer, json.dumps(work(number)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    pipes.append(reader)
+results = [json.loads(os.read(reader, 1000) or b"null") for reader in pipes]
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in pipes]
+print(json.dumps({"results": results, "codes": codes}))
+"""
+
+
+def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """8 processes x 25 (full: 200) requests over memory, one directory with a budget, and one Redis."""
+    arguments = [str(Path(__file__).parent.parent), str(tmp_path / "kv"), redis_server.url]
+    command = [sys.executable, "-c", MANY_PROCESSES, *arguments, str(NUM_PROCESSES), str(NUM_REQUESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcome = json.loads(done.stdout)
+    assert outcome["codes"] == [0] * NUM_PROCESSES, done.stderr[-3000:]
+    hits, damaged, dropped, failures, drained, evicted = (
+        sum(column) for column in zip(*outcome["results"], strict=True)
+    )
+    assert (damaged, dropped, drained, failures) == (0, 0, NUM_PROCESSES, 0)
+    assert hits > NUM_PROCESSES * NUM_REQUESTS / 4
+    assert evicted > 0
+    disk = DiskStore(tmp_path / "kv")
+    assert all(result.ok for result in disk.verify())
+    assert disk.nbytes() <= 20 * 4000 * (1 + NUM_PROCESSES / 16) + NUM_PROCESSES * 8000
+    assert not list(disk.root.glob("*/.*")), "temp files were left behind"
+
+
+# --- directories that refuse ---
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """The process's rights become those of nobody: root may do everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that anyone can reach; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name) / "kv"
+
+
+def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
+    open_directory: Path, redis_server: RedisServer
+) -> None:
+    """10 chunks: 5 in a directory of somebody else's, 5 only in Redis, which cannot be promoted there."""
+    kvs = [make_kv(seed) for seed in range(10)]
+    owner = DiskStore(open_directory, fsync=False)
+    writer = open_remote(redis_server.url, timeout_s=60)
+    for kv in kvs[:5]:
+        owner.put(kv)
+    for kv in kvs[5:]:
+        writer.put(kv)
+    assert writer.flush(30)
+    for path in (open_directory, *open_directory.glob("??")):
+        path.chmod(0o555)
+    with somebody_else():
+        disk = DiskStore(open_directory, create=False, capacity_bytes=10_000)
+        store = TieredStore(MemoryStore(3 * kvs[0].nbytes), disk, open_remote(redis_server.url, timeout_s=60))
+        for kv in kvs * 3:
+            assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+        with pytest.raises(StoreNotWritableError, match="--store DIR"):
+            store.put(make_kv(99))
+        with pytest.raises(StoreNotWritableError):
+            store.pin("doc", [kvs[0].header.key])
+        assert_same(store.get(make_kv(99).header.key), make_kv(99))  # memory and Redis took it
+        assert store.close(30)
+    for path in (open_directory, *open_directory.glob("??")):
+        path.chmod(0o755)
+    assert sorted(owner.keys()) == sorted(kv.header.key for kv in kvs[:5])
+
+
+def test_entries_that_may_not_be_read_are_misses_and_stay(
+    open_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """5 of 10 entries are unreadable: those miss with a warning, and are there again when the permission is."""
+    kvs = [make_kv(seed) for seed in range(10)]
+    owner = DiskStore(open_directory, fsync=False)
+    for kv in kvs:
+        owner.put(kv)
+    for path in open_directory.glob("??"):
+        path.chmod(0o755)
+    for kv in kvs[:5]:
+        owner._path(kv.header.key).chmod(0)
+    with somebody_else():
+        store = TieredStore(MemoryStore(1 << 20), DiskStore(open_directory, create=False))
+        found = [store.get(kv.header.key) for kv in kvs]
+        assert [kv is not None for kv in found] == [False] * 5 + [True] * 5
+        for kv, got in zip(kvs[5:], found[5:], strict=True):
+            assert_same(got, kv)
+    assert caplog.text.count("cannot be read") == 5
+    for kv in kvs[:5]:
+        owner._path(kv.header.key).chmod(0o644)
+        assert_same(owner.get(kv.header.key), kv)

@@ -1,0 +1,144 @@
+"""Real servers for tests, on free loopback ports: Redis, S3 (moto), and a TCP proxy that can misbehave.
+
+A test that needs one which is not installed is skipped with the command that installs it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+REDIS_BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """A redis-server process without persistence; `kill` is kill -9, `start` starts it again, empty."""
+
+    def __init__(self, directory: Path) -> None:
+        if REDIS_BINARY is None:
+            pytest.skip("no redis-server or valkey-server; install one: apt-get install redis-server")
+        pytest.importorskip("redis", reason="redis-py is not installed: pip install 'ragblend[redis]'")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._directory = directory
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        assert REDIS_BINARY is not None
+        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [REDIS_BINARY, *arguments, "--dir", str(self._directory), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 10
+        while not self._answers():
+            assert time.monotonic() < deadline_s, "redis-server did not start within 10 s"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+def running_redis(directory: Path) -> Iterator[RedisServer]:
+    server = RedisServer(directory)
+    server.start()
+    yield server
+    server.kill()
+
+
+class TcpProxy:
+    """Forwards a loopback port to another, unless `mode` says what to do instead.
+
+    pass; delay (`delay_s` before each reply); hang (take everything, answer nothing); drip (one byte a time, 20 ms
+    apart); refuse (close at once); error (an HTTP 500 to every request); cut (close after `cut_after` bytes of reply).
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self.mode, self.delay_s, self.cut_after = "pass", 0.0, 0
+        self.num_connections = 0
+        self._target = ("127.0.0.1", target_port)
+        self._open: list[socket.socket] = []
+        self._closed = False
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        for connection in (self._server, *self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            self._open.append(client)
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError), client:
+            if self.mode == "refuse":
+                return
+            with socket.create_connection(self._target) as server:
+                self._open.append(server)
+                threading.Thread(target=self._requests, args=(client, server), daemon=True).start()
+                self._replies(client, server)
+
+    def _requests(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(1 << 16):
+                if self.mode == "error":
+                    client.sendall(
+                        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    )
+                    break
+                server.sendall(data)
+            server.shutdown(socket.SHUT_RDWR)
+
+    def _replies(self, client: socket.socket, server: socket.socket) -> None:
+        sent = 0
+        while data := server.recv(1 << 16):
+            if self.mode == "hang":
+                continue
+            if self.mode == "delay":
+                time.sleep(self.delay_s)
+            if self.mode == "cut":
+                client.sendall(data[: max(0, self.cut_after - sent)])
+                sent += len(data)
+                if sent >= self.cut_after:
+                    client.shutdown(socket.SHUT_RDWR)
+                    return
+            elif self.mode == "drip":
+                for index in range(len(data)):
+                    client.sendall(data[index : index + 1])
+                    time.sleep(0.02)
+            else:
+                client.sendall(data)
