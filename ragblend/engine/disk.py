@@ -346,7 +346,7 @@ class DiskStore:
         if quota is None and trusted and self._known_bytes is not None and self._known_bytes + nbytes <= (limit or 0):
             return
         entries = self._in_eviction_order(skip=header.key)
-        used_bytes = sum(entry.nbytes for entry in entries)
+        used_bytes = sum(entry.nbytes for entry in entries) + self._drop_damaged(limit)
         own_bytes = sum(entry.nbytes for entry in entries if entry.namespace == header.namespace)
         excess_bytes = used_bytes + nbytes - limit if limit is not None else 0
         over_bytes = own_bytes + nbytes - quota if quota is not None else 0
@@ -366,6 +366,13 @@ class DiskStore:
                 self._ranking.evicted(entry.key)
             self._facts.pop(entry.key, None)
         self._known_bytes, self._unseen_bytes = used_bytes - freed_bytes, 0
+
+    def _drop_damaged(self, limit: int | None) -> int:
+        """Bytes of files that were set aside; where a budget is to be kept they go first, and nothing is left."""
+        damaged = list(self._stats(DAMAGED_SUFFIX))
+        if limit is None:
+            return sum(stat.st_size for _, stat in damaged)
+        return sum(stat.st_size for path, stat in damaged if not _unlink(path))
 
     def _in_eviction_order(self, skip: str) -> list[Candidate]:
         """Every entry but `skip`, the first to leave first."""

@@ -156,6 +156,19 @@ def test_the_disk_budget_holds_after_every_put(tmp_path: Path, policy: Policy) -
         store.put(make_kv(tokens=5000))
 
 
+def test_damaged_files_leave_before_any_entry_does(tmp_path: Path) -> None:
+    kvs = [make_kv(seed) for seed in range(4)]
+    size = file_bytes(kvs[0], tmp_path)
+    store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=3 * size + size // 2)
+    for kv in kvs[:3]:
+        store.put(kv)
+    path = store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors"
+    path.rename(path.with_suffix(".damaged"))
+    store.put(kvs[3])
+    assert [store.contains(kv.header.key) for kv in kvs] == [False, True, True, True]
+    assert store.nbytes() <= 3 * size + size // 2
+
+
 def test_disk_evicts_the_least_recently_used_or_the_least_useful(tmp_path: Path) -> None:
     kvs = [make_kv(seed) for seed in range(5)]
     size = file_bytes(kvs[0], tmp_path)
