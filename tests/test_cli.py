@@ -23,6 +23,7 @@ COMMANDS = (
     "verify",
     "gc",
     "doctor",
+    "serve",
     "bench",
     "demo",
 )
