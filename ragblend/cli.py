@@ -614,12 +614,12 @@ def bench_throughput(
         str | None, typer.Option("--shape", help="Random weights: llama-50m (the default), llama-200m, llama-1b, ...")
     ] = None,
     model: ModelOption = None,
-    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt.")] = 6,
+    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt.")] = 4,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 128,
     pool: Annotated[int, typer.Option("--pool", help="Stored chunks that prompts draw from.")] = 24,
     question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
     output_tokens: Annotated[int, typer.Option("--output-tokens", help="Length of each answer.")] = 8,
-    requests: Annotated[int, typer.Option("--requests", help="Per rate and mode.")] = 20,
+    requests: Annotated[int, typer.Option("--requests", help="Per rate and mode.")] = 16,
     rates: Annotated[
         str | None, typer.Option("--rates", help="Requests per second, comma-separated; chosen from full prefill's.")
     ] = None,
@@ -641,7 +641,8 @@ def bench_throughput(
 ) -> None:
     """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
 
-    The defaults take some minutes on one CPU core.
+    The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
+    shape, or more and longer chunks, take longer in proportion; so do low rates.
     """
     if backend != "vllm":
         raise UsageError(f"backend is {backend!r}; throughput is measured on a serving engine: --backend vllm")

@@ -27,6 +27,7 @@ COMMANDS = (
     "verify",
     "gc",
     "doctor",
+    "serve",
     "bench",
     "demo",
 )

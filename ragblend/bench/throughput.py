@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-50m"
 BOUND_FACTOR = 2.0  # of full prefill's TTFT on an idle engine: the default bound
-LOADS = (0.3, 0.5, 0.7, 0.9, 1.2, 1.6, 2.0, 2.5, 3.0, 3.5)
+LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
 """Default rates, in requests per full prefill: full prefill cannot follow beyond 1."""
 
 _STOP_FACTOR = 2.0  # a mode whose mean TTFT is beyond so many bounds is not driven any further
@@ -60,12 +60,12 @@ class ThroughputConfig:
 
     shape: str | None = DEFAULT_SHAPE
     model: str | None = None
-    num_chunks: int = 6  # per prompt
+    num_chunks: int = 4  # per prompt
     chunk_tokens: int = 128
     pool: int = 24  # stored chunks that prompts draw from
     question_tokens: int = 32
     output_tokens: int = 8
-    num_requests: int = 20  # per rate
+    num_requests: int = 16  # per rate
     rates: tuple[float, ...] | None = None  # requests per second; None: LOADS times full prefill's own rate
     bound_s: float | None = None  # mean TTFT that counts as served; None: BOUND_FACTOR idle full prefills
     ratio: float = DEFAULT_RATIO

@@ -175,7 +175,7 @@ def fuse_steps(
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
                 hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
-        yield len(active)
+        yield len(active) + int(cost)
     fused.length = len(plan.token_ids)
     return Fused(
         model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),

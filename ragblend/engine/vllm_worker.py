@@ -230,7 +230,7 @@ class BlendWorker:
             if kv is not None and not self._is_ours(kv.header, job):
                 kv = None
             found.append(self._read(kv) if kv is not None and self.layers.num_ranks > 1 else kv)
-        if self.layers.num_ranks > 1:
+        if found and self.layers.num_ranks > 1:
             # Ranks read for themselves. What one of them cannot read is a miss for all, or they would part ways.
             have = torch.tensor([float(kv is not None) for kv in found], device=self.layers.device)
             agreed = (self.layers.sum_over_ranks(have) > self.layers.num_ranks - 0.5).tolist()

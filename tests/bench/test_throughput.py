@@ -263,7 +263,7 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
         {"shape": "llama-400b"},
         {"num_requests": 0},
         {"output_tokens": 0},
-        {"pool": 5},
+        {"pool": 3},
         {"threads": 0},
         {"rates": ()},
         {"rates": (1.0, 0.0)},

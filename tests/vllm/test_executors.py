@@ -50,7 +50,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
         for layer in range(6):
             for mine, other in zip(two.get(key).layer(layer), one.get(key).layer(layer), strict=True):
                 assert mine.shape == other.shape
-                assert (mine - other).abs().max() <= 1e-5
+                assert (mine - other).abs().max() <= 1e-5 * other.abs().max()  # float32: rounding alone
 
 
 def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
