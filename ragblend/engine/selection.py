@@ -142,12 +142,18 @@ AUTO = "repair"
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
 
 
-def find_rule(name: str) -> Rule:
-    """The rule of that name; "auto" is the default rule."""
-    name = AUTO if name == "auto" else name
-    if name not in RULES:
-        raise UsageError(f"rule is {name!r}; choose auto or one of {', '.join(RULES)}")
-    return RULES[name]
+def find_rule(name: str, *, can_ask: bool = True) -> Rule:
+    """The rule of that name; "auto" is the default rule.
+
+    can_ask: whether the backend can run the question ahead. Where it cannot, "auto" is FALLBACK, and a rule that needs
+    it is refused.
+    """
+    name = (AUTO if can_ask else FALLBACK) if name == "auto" else name
+    known = {known: rule for known, rule in RULES.items() if can_ask or not rule.needs_attention}
+    if name not in known:
+        why = " is not offered by this backend" if name in RULES else " is unknown"
+        raise UsageError(f"rule {name!r}{why}; choose auto or one of {', '.join(known)}")
+    return known[name]
 
 
 def gradual_schedule(ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:

@@ -279,7 +279,7 @@ class VllmBase(ABC):
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
-        find_rule(rule)
+        find_rule(rule, can_ask=False)
         ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")

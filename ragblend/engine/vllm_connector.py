@@ -81,7 +81,7 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        find_rule(self.rule)
+        find_rule(self.rule, can_ask=False)
         for name in ("memory_gib", "slice_tokens", "max_runs"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 0 or more")
@@ -232,7 +232,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ids is None:
             raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
         params.check_length(len(ids))
-        rule = find_rule(self.config.rule if params.rule == "auto" else params.rule)
+        rule = find_rule(self.config.rule if params.rule == "auto" else params.rule, can_ask=False)
         params = BlendParams(params.mode, rule.name, params.ratio, params.spans, params.namespace, params.seed)
         blends = params.mode == "blend"
         report = VllmReport(params.mode, rule.name if blends else "none", self._ratio(params) if blends else 0.0)

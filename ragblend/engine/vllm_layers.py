@@ -23,6 +23,7 @@ from torch import Tensor
 from ragblend.engine.fusor import FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, dtype_name
 from ragblend.engine.loader import LayerLoader
+from ragblend.engine.protocols import Watch
 from ragblend.engine.selection import RULES, Check
 from ragblend.engine.vllm_support import refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
@@ -134,6 +135,10 @@ class VllmLayers:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
         outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def run_layer_watched(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch) -> Tensor:
+        """Not offered: the question is vLLM's to compute, and has no blocks yet while its context is fused."""
+        raise NotImplementedError("the connector does not run the question ahead; find_rule(..., can_ask=False)")
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""

@@ -146,7 +146,7 @@ class BlendWorker:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         params, layers = job.params, self.layers
         reuse = params.mode != "blend"
-        rule = find_rule(params.rule)
+        rule = find_rule(params.rule, can_ask=False)
         checks = _NO_RECOMPUTE if reuse else schedule(rule, job.ratio, layers.num_layers)
         num_resident = yield from self._resident(job)
         damaged: set[str] = set()
@@ -278,7 +278,7 @@ def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in result.rows_per_layer]
     report.charged_budget = charged_budget(rows, total)
-    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer)
+    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
     report.num_prefix_tokens = plan.num_resident
     report.num_recomputed_tokens = len(result.recomputed)
     report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(result.recomputed)

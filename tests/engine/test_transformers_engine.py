@@ -187,7 +187,7 @@ def test_the_answer_ends_where_the_context_does(make_model, segmenter):
     ("options", "message"),
     [
         ({"mode": "fast"}, "mode is 'fast'.*full, prefix, reuse, blend"),
-        ({"rule": "best"}, "rule is 'best'.*cacheblend"),
+        ({"rule": "best"}, "rule .best. is unknown; choose .*cacheblend"),
         ({"recompute_ratio": 1.5}, "recompute_ratio is 1.5"),
         ({"recompute_ratio": float("nan")}, "recompute_ratio is nan"),
         ({"max_tokens": 0}, "max_tokens is 0"),
