@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragblend import cli
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus, write_corpus
 
 MODES = ("full", "prefix", "reuse", "blend")
 COMMANDS = (
@@ -37,7 +37,7 @@ COMMANDS = (
 def home(tmp_path_factory) -> Path:
     """A directory with an ingested corpus."""
     home = tmp_path_factory.mktemp("home")
-    write_corpus(home / "docs", num_documents=4)
+    write_corpus(build_corpus().first(4), home / "docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setattr(sys, "argv", ["ragblend", *INGEST])
@@ -48,7 +48,7 @@ def home(tmp_path_factory) -> Path:
 
 
 PLACE = ["--index", "i", "--store", "s"]
-INGEST = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "24", "--embedder", "hashing", *PLACE]
+INGEST = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *PLACE]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
     plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)
     streamed = run("ask", question, "-k", "2", "--max-tokens", "8", "--stream", "--show-sources", *PLACE)
     assert streamed[1].splitlines()[0] == plain[1].strip()
-    assert streamed[1].count("record-") == 2
+    assert streamed[1].count(".md:") == 2
     assert "chunks from the store" in streamed[2]
 
 
@@ -322,22 +322,36 @@ def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
     assert "sliding_attention" in err.replace("\n", " ")
 
 
-def test_demo_prints_right_and_wrong_answers_side_by_side(run, tmp_path):
+def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatch):
+    from ragblend.demo import show
+
+    monkeypatch.setattr(show, "NUM_QUESTIONS", 7)
     code, out, _ = run("demo", "--dir", str(tmp_path / "demo"))
     assert code == 0
-    shown = out.split("All ")[0]
-    assert "WRONG" in shown
-    for line in shown.splitlines():
-        words = line.split()
-        if words[:1] in (["full"], ["blend"]) and words[1] != "reused":
-            assert " right " in line
-        if words[:1] == ["reuse"]:
-            assert " WRONG " in line
-    assert "from the store" in shown
+    shown, total = out.split("All 7 questions")
+    for mode in MODES:
+        lines = [line for line in shown.splitlines() if line.split()[:1] == [mode] and "ms" in line]
+        assert len(lines) == show.NUM_SHOWN
+        assert all((" right " in line) != (" WRONG " in line) for line in lines)
+        assert f"  {mode}" in total
+    assert shown.count("chunks from the store") == show.NUM_SHOWN
     code, out, _ = run("demo", "--dir", str(tmp_path / "demo"), "--question", "Where is Borics based?", "--json")
     facts = json.loads(out)
     assert facts["ingest"]["num_new_kv"] == 0
+    assert facts["totals"]["full"]["num_questions"] == 0
     assert set(facts["questions"][0]["modes"]) == set(MODES)
+    assert all(found["answer"] for found in facts["questions"][0]["modes"].values())
+
+
+def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
+    import io
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Borics based?\nWhat does Nexon sell?\n\n"))
+    code, out, err = run("chat", "--demo", "--max-tokens", "8")
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.strip()]) == 2
+    assert err.count("chunks from the store") == 2
 
 
 def test_version_and_help(run):

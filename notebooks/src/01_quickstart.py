@@ -25,26 +25,29 @@ from tempfile import TemporaryDirectory
 import matplotlib.pyplot as plt
 
 from ragblend import SegmentedPrompt, ingest, load_engine
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus, write_corpus
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
 folder = Path(workplace.name)
-questions = write_corpus(folder / "corpus")
-print(next((folder / "corpus").glob("record-03.md")).read_text())
+corpus = build_corpus()
+questions = corpus.questions
+write_corpus(corpus, folder / "corpus")
+print(corpus.records[0].markdown)
 
 # %% [markdown]
-# Every paragraph becomes a chunk. Read alone, *"The firm has its main office in ..."* does not say which firm.
+# Every paragraph becomes a chunk. Read alone, *"The firm sells ..."* does not say which firm.
 #
 # ## Ingest: prefill every chunk once
 # `load_engine` takes `"demo"`, a Hugging Face id or a local path. `ingest` chunks, embeds, indexes and stores the KV of
-# each chunk. Run it again and it finds everything done.
+# each chunk. Run it again and it finds everything done. A chunk has room for one paragraph and not for two. Vectors are
+# made of words (`"hashing"`): a sentence encoder cannot tell one made-up name from another.
 
 # %%
 engine = load_engine("demo", store=folder / "kv")
-index = open_engine_index(folder / "index", engine, chunk_size=24)
+index = open_engine_index(folder / "index", engine, "hashing", chunk_size=112)
 for _ in range(2):
-    done = ingest(folder / "corpus", engine, index, chunk_size=24, glob="*.md")
+    done = ingest(folder / "corpus", engine, index, chunk_size=112, glob="*.md")
     print(
         f"{done.num_documents} documents, {done.num_chunks} chunks: {done.num_new_kv} prefilled now, "
         f"{done.num_known_kv} known; {done.store_bytes / 2**20:.1f} MiB of KV"
@@ -60,8 +63,8 @@ MODES = ("full", "prefix", "reuse", "blend")
 
 
 def prompt_for(question):
-    """The two best chunks with their neighbours, in document order, and the question."""
-    hits = index.search(question, 2, neighbours=1, order="document")
+    """The two best chunks with two neighbours on either side, in document order, and the question."""
+    hits = index.search(question, 2, neighbours=2, order="document")
     return SegmentedPrompt([hit.chunk for hit in hits], question)
 
 
@@ -70,17 +73,17 @@ def ask(question):
     return {mode: engine.generate(prompt_for(question), mode=mode, max_tokens=16) for mode in MODES}
 
 
-asked = questions[::4]  # every fourth of the prepared questions, whatever it is
-answers = [ask(item.question) for item in asked]
+asked = questions[::6]  # every sixth of the prepared questions, whatever it is
+answers = [ask(item.text) for item in asked]
 right = [{mode: found[mode].text == item.answer for mode in MODES} for item, found in zip(asked, answers, strict=True)]
 
 telling = [i for i, ok in enumerate(right) if ok["full"] and ok["blend"] and not ok["reuse"]]
 if not telling:
     print("No question here shows the difference with these weights; this is simply the first one.\n")
 shown = telling[0] if telling else 0
-print(asked[shown].question)
-for number, chunk in enumerate(prompt_for(asked[shown].question).chunks, start=1):
-    print(f"  [{number}] {chunk.text}")
+print(f"{asked[shown].text}   (gold: {asked[shown].answer})")
+for number, chunk in enumerate(prompt_for(asked[shown].text).chunks, start=1):
+    print(f"  [{number}] {' '.join(chunk.text.split())}")
 print()
 for mode in MODES:
     print(f"  {mode:<8}{answers[shown][mode].text:<14}{'right' if right[shown][mode] else 'WRONG'}")
@@ -107,25 +110,34 @@ for number, chunk in enumerate(report.chunks, start=1):
 # %% [markdown]
 # ## Which tokens?
 # The rule looks for tokens whose keys change most once they can see the chunks before them. One level below
-# `generate`, `prefill` says which ones it took. The dot that opens each row is the chunk's opening token.
+# `generate`, `prefill` says which ones it took. Shown are the chunks around the gold sentences; the dot that opens a
+# chunk is its opening token.
 
 # %%
-request = engine.request(prompt_for(asked[shown].question), recompute_ratio=0.15)
+request = engine.request(prompt_for(asked[shown].text), recompute_ratio=0.15)
 recomputed = set(engine.prefill(request).recomputed.tolist())
 
-chunk_segments = request.prompt.chunk_segments
-figure, axes = plt.subplots(figsize=(11, 0.5 + 0.45 * len(chunk_segments)), layout="constrained")
-for row, segment in enumerate(chunk_segments):
-    exact = report.chunks[row].exact
-    for column, token in enumerate(segment.token_ids):
-        again = segment.start + column in recomputed
+gold = [span["text"] for span in corpus.gold(asked[shown])]
+texts = [chunk.text for chunk in prompt_for(asked[shown].text).chunks]
+drawn = [number for number, text in enumerate(texts) if any(sentence in text for sentence in gold)] or [0]
+PER_LINE = 20  # tokens
+figure, axes = plt.subplots(figsize=(11, 0.5 + 1.7 * len(drawn)), layout="constrained")
+line = 0
+ticks = {}
+for number in drawn:
+    segment, exact = request.prompt.chunk_segments[number], report.chunks[number].exact
+    ticks[line + 0.4] = f"[{number + 1}]"
+    for place, token in enumerate(segment.token_ids):
+        row, column = line + place // PER_LINE, place % PER_LINE
+        again = segment.start + place in recomputed
         colour = "#ff9f43" if again else "#c8d6e5" if exact else "#eef2f7"
         axes.add_patch(plt.Rectangle((column, row), 0.94, 0.8, color=colour))
         word = engine.segmenter.decode([token]).strip() or "·"
-        axes.text(column + 0.47, row + 0.4, word, ha="center", va="center", fontsize=7.5)
-axes.set_xlim(0, max(segment.num_tokens for segment in chunk_segments))
-axes.set_ylim(len(chunk_segments), -0.1)
-axes.set_yticks([row + 0.4 for row in range(len(chunk_segments))], [f"[{n + 1}]" for n in range(len(chunk_segments))])
+        axes.text(column + 0.47, row + 0.4, word, ha="center", va="center", fontsize=7)
+    line = row + 1.4
+axes.set_xlim(0, PER_LINE)
+axes.set_ylim(line, -0.1)
+axes.set_yticks(list(ticks), list(ticks.values()))
 axes.set_xticks([])
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
@@ -152,5 +164,5 @@ engine.close()
 workplace.cleanup()
 
 # %% [markdown]
-# These prompts are far too short to save time on; what reuse saves on real shapes is measured by
+# The model is so small that its times are mostly overhead; what reuse saves on real shapes is measured by
 # `ragblend bench ttft --shape llama-200m`. How quality depends on the ratio and the rule: `04_quality_vs_ratio`.

@@ -27,16 +27,19 @@ from llama_index.core.postprocessor import PrevNextNodePostprocessor
 from llama_index.core.schema import NodeRelationship, TextNode
 
 from ragblend import ingest, load_engine
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus, write_corpus
+from ragblend.demo.questions import REFERENCE_KINDS
 from ragblend.llamaindex import BlendIndexRetriever, BlendLLM, BlendQueryEngine
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
 folder = Path(workplace.name)
-questions = write_corpus(folder / "corpus")
+corpus = build_corpus()
+questions = corpus.questions
+write_corpus(corpus, folder / "corpus")
 engine = load_engine("demo", store=folder / "kv")
-index = open_engine_index(folder / "index", engine, chunk_size=24)
-done = ingest(folder / "corpus", engine, index, chunk_size=24, glob="*.md")
+index = open_engine_index(folder / "index", engine, "hashing", chunk_size=112)
+done = ingest(folder / "corpus", engine, index, chunk_size=112, glob="*.md")
 print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %% [markdown]
@@ -46,20 +49,21 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %%
 llm = BlendLLM(engine=engine, max_tokens=16)  # or BlendLLM(model="Qwen/Qwen3-8B", store="kv/")
-retriever = BlendIndexRetriever(index, similarity_top_k=2, neighbours=1, order="document")
+retriever = BlendIndexRetriever(index, similarity_top_k=2, neighbours=2, order="document")
 query_engine = BlendQueryEngine.from_args(retriever, llm)
 
 
 def tell(item, response):
     """Question, answer, right or wrong, and where it came from."""
     verdict = "right" if str(response) == item.answer else f"WRONG, gold is {item.answer}"
-    print(f"{item.question}  ->  {response}   ({verdict})")
+    print(f"{item.text}  ->  {response}   ({verdict})")
     for found in response.source_nodes:
-        print(f"    {found.node.get_content()}")
+        text = " ".join(found.node.get_content().split())
+        print(f"    {text[:90]}...")
 
 
-item = next(item for item in questions if item.kind == "two_hop_reference")
-response = query_engine.query(item.question)
+item = next(item for item in questions if item.kind == "two_hop_ref")
+response = query_engine.query(item.text)
 tell(item, response)
 report = response.metadata["ragblend"]
 print(
@@ -101,11 +105,11 @@ vector_index = VectorStoreIndex(nodes, embed_model=OurEmbedding())
 own_engine = vector_index.as_query_engine(
     llm=BlendLLM(engine=engine, max_tokens=16, strict=True),  # the one object swapped
     similarity_top_k=2,
-    node_postprocessors=[PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=1, mode="both")],
+    node_postprocessors=[PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=2, mode="both")],
     # LlamaIndex's default template instructs the model in English, of which the embedded one knows nothing.
     text_qa_template=PromptTemplate("{context_str}\n\n{query_str}"),
 )
-tell(item, own_engine.query(item.question))
+tell(item, own_engine.query(item.text))
 
 # %% [markdown]
 # LlamaIndex does not pass an LLM's report through `as_query_engine`, so we look at what the LLM was sent and what it
@@ -114,10 +118,10 @@ tell(item, own_engine.query(item.question))
 # %%
 from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
 
-found = own_engine.retrieve(item.question)
+found = own_engine.retrieve(item.text)
 context = "\n\n".join(node.node.get_content() for node in found)
 for name, template in (("ours", "{context_str}\n\n{query_str}"), ("LlamaIndex's", DEFAULT_TEXT_QA_PROMPT.template)):
-    sent = llm.complete(template.format(context_str=context, query_str=item.question))
+    sent = llm.complete(template.format(context_str=context, query_str=item.text))
     report = sent.raw["ragblend"]
     print(
         f"{name + ' template':<24} {len(found)} nodes, {report['num_chunks']} recognised, "
@@ -129,10 +133,10 @@ for name, template in (("ours", "{context_str}\n\n{query_str}"), ("LlamaIndex's"
 # Answers of full prefill, of `BlendQueryEngine` and of `as_query_engine` to the same questions:
 
 # %%
-asked = [item for item in questions if item.kind != "one_hop"][::6]
+asked = [item for item in questions if item.kind in REFERENCE_KINDS][::5]
 full_engine = BlendQueryEngine.from_args(retriever, llm.model_copy(update={"mode": "full"}))
 answers = {
-    name: [str(one.query(item.question)) for item in asked]
+    name: [str(one.query(item.text)) for item in asked]
     for name, one in (
         ("full prefill", full_engine),
         ("BlendQueryEngine", query_engine),

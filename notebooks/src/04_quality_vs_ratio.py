@@ -22,53 +22,49 @@
 import random
 from collections import defaultdict
 from math import sqrt
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus
+from ragblend.demo.questions import REFERENCE_KINDS
 
 NUM_QUESTIONS = 24
 RULES = ("cacheblend", "cacheblend_gradual", "cacheblend_k", "first_k", "random")
 RATIOS = (0.1, 0.15, 0.2, 0.3, 0.6)  # 0 and 1 are the same for every rule
 
-workplace = TemporaryDirectory()
-corpus = Path(workplace.name)
-questions = [item for item in write_corpus(corpus) if item.kind == "reference"]
+corpus = build_corpus()
+questions = [item for item in corpus.questions if item.kind in REFERENCE_KINDS]
 questions = [questions[i * len(questions) // NUM_QUESTIONS] for i in range(NUM_QUESTIONS)]
-paragraphs = {path.name: path.read_text().strip().split("\n\n") for path in sorted(corpus.glob("*.md"))}
+paragraphs = [text for record in corpus.records for text in record.chunks]
 engine = load_engine("demo")  # its store is in memory
-for texts in paragraphs.values():
-    for text in texts:
-        engine.precompute(text)
+for text in paragraphs:
+    engine.precompute(text)
 
 # %% [markdown]
 # ## The prompts
-# The paragraph with the answer and the one before it, which alone says whom it is about, between two such pairs from
-# other documents: six chunks, in document order.
+# Paragraphs come in pairs, and the second goes on about what the first named. A prompt is the pairs that hold the
+# answer and two other pairs, in the corpus's order: six chunks or eight.
 
 # %%
 rng = random.Random(0)
 
 
 def make_prompt(item):
-    """Two paragraphs of another document, the two that answer, two of a third document; then the question."""
-    own = paragraphs[item.source]
-    place = next(i for i, text in enumerate(own) if item.answer in text)
-    others = [paragraphs[name] for name in rng.sample([name for name in paragraphs if name != item.source], 2)]
-    starts = [rng.randrange(0, len(other), 2) for other in others]
-    before, after = (other[start : start + 2] for other, start in zip(others, starts, strict=True))
-    return SegmentedPrompt([*before, *own[place - 1 : place + 1], *after], item.question)
+    """The pairs of paragraphs with the answer and two others, in the corpus's order; then the question."""
+    own = {chunk // 2 for chunk in item.gold_chunks}
+    others = [pair for pair in range(len(paragraphs) // 2) if pair not in own]
+    pairs = sorted([*own, *rng.sample(others, 2)])
+    chosen = [place for pair in pairs for place in (2 * pair, 2 * pair + 1)]
+    return SegmentedPrompt([paragraphs[place] for place in chosen], item.text)
 
 
 prompts = [make_prompt(item) for item in questions]
 for chunk in prompts[0].chunks:
-    print(chunk.text)
-print(questions[0].question, "->", questions[0].answer)
+    print("-", " ".join(chunk.text.split()))
+print(questions[0].text, "->", questions[0].answer)
 
 # %% [markdown]
 # ## The measurements
@@ -156,4 +152,3 @@ for rule in ranked:
 
 # %%
 engine.close()
-workplace.cleanup()

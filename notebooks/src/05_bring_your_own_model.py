@@ -28,7 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus
 from ragblend.errors import RagblendError
 
 workplace = TemporaryDirectory()
@@ -73,15 +73,16 @@ if own_model:
     ]
     question, gold = "Who repairs clocks? Answer with the full name only.", "Tomas Reed"
 else:
-    item = next(item for item in write_corpus(folder / "corpus") if item.kind == "reference")
-    told = {path.name: path.read_text().strip().split("\n\n") for path in (folder / "corpus").glob("*.md")}
-    other = next(name for name in sorted(told) if name != item.source)
-    chunks = [*told[other][:4], *told[item.source]]
-    question, gold = item.question, item.answer
+    corpus = build_corpus()
+    item = next(item for item in corpus.questions if item.kind == "cross_ref")
+    own = next(record for record in corpus.records if record.filename == corpus.gold(item)[0]["source"])
+    other = next(record for record in corpus.records if record != own)
+    chunks = [*other.chunks[:2], *own.chunks]
+    question, gold = item.text, item.answer
 
 for chunk in chunks:
     engine.precompute(chunk)
-    print("-", chunk)
+    print("-", " ".join(chunk.split()))
 print(f"\n{question}   (gold: {gold})")
 
 # %% [markdown]

@@ -44,7 +44,12 @@ class Record:
     @property
     def markdown(self) -> str:
         """The file's text."""
-        return "\n\n".join((f"# {self.title}", *self.paragraphs)) + "\n"
+        return "\n\n".join(self.chunks) + "\n"
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """One text per paragraph, the title above the first: what a chunk size for one paragraph cuts the file into."""
+        return (f"# {self.title}\n\n{self.paragraphs[0]}", *self.paragraphs[1:])
 
 
 @dataclass(frozen=True, slots=True)

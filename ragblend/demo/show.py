@@ -25,8 +25,10 @@ from ragblend.segments import SegmentedPrompt
 DEMO_DIRECTORY = Path("ragblend-data/demo")
 CORPUS = "corpus"  # the records' folder
 CHUNK_TOKENS = 112  # room for a title and one paragraph of 64 to 96 tokens, not for two
-RETRIEVAL: dict[str, Any] = {"k": 3, "neighbours": 1, "order": "document"}
-"""Paragraphs with the ones beside them, in reading order, so that what "the company" means comes along."""
+RETRIEVAL: dict[str, Any] = {"k": 2, "neighbours": 2, "order": "document"}
+"""Paragraphs with those around them, in reading order, so that what "the company" means comes along. Measured: 93 % of
+the gold sentences in 490 tokens; three hits with one neighbour find 91 % in 540."""
+EMBEDDER = "hashing"  # by words: to a sentence encoder one made-up name is as good as another
 NUM_QUESTIONS, NUM_SHOWN = 30, 4
 MAX_ANSWER_TOKENS = 16
 
@@ -51,7 +53,7 @@ def open_demo(directory: Path, progress: Progress | None = None) -> Iterator[Dem
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
         load_engine("demo", directory / "kv", new_model=True) as engine,
-        open_engine_index(directory / "index", engine, chunk_size=CHUNK_TOKENS) as index,
+        open_engine_index(directory / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
     ):
         report = ingest(files, engine, index, chunk_size=CHUNK_TOKENS, progress=progress)
         _forget_older_records(files, engine, index)

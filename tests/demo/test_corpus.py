@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.chunker import Document, split
 from ragblend.demo.corpus import MAX_TOKENS, MIN_TOKENS, Corpus, build_corpus, write_corpus
 from ragblend.demo.questions import KINDS
+from ragblend.demo.show import CHUNK_TOKENS
 from ragblend.demo.tokenizer import pieces
 from ragblend.demo.world import is_held_out, name_is_held_out
 
@@ -33,10 +35,21 @@ def test_the_corpus_is_pinned(corpus: Corpus) -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == GOLDEN
 
 
-def test_the_committed_files_are_the_generated_ones(corpus: Corpus) -> None:
-    assert {path.name: path.read_text() for path in COMMITTED.glob("*.md")} == {
-        record.filename: record.markdown for record in corpus.records
+def test_the_committed_files_are_the_generated_ones(corpus: Corpus, tmp_path: Path) -> None:
+    write_corpus(corpus, tmp_path)
+    assert {path.name: path.read_text() for path in COMMITTED.iterdir()} == {
+        path.name: path.read_text() for path in tmp_path.iterdir()
     }
+
+
+def test_the_first_records_are_a_corpus_of_their_own(corpus: Corpus, tmp_path: Path) -> None:
+    few = corpus.first(4)
+    write_corpus(few, tmp_path)
+    assert [record.filename for record in few.records] == [record.filename for record in corpus.records[:4]]
+    lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert len(lines) > 12
+    assert {line["kind"] for line in lines} >= {"one_hop", "cross_ref", "two_hop_ref"}
+    assert all((tmp_path / span["source"]).exists() for line in lines for span in line["gold"])
 
 
 def test_size_and_kinds(corpus: Corpus) -> None:
@@ -49,6 +62,15 @@ def test_a_paragraph_is_one_chunk_long(corpus: Corpus) -> None:
     sizes = [len(pieces(" " + text)) for record in corpus.records for text in record.paragraphs]
     assert min(sizes) >= MIN_TOKENS
     assert max(sizes) <= MAX_TOKENS
+
+
+def test_the_demo_cuts_records_into_their_paragraphs(corpus: Corpus) -> None:
+    def count(text: str) -> int:
+        return len(pieces(" " + " ".join(text.split())))
+
+    for record in corpus.records:
+        cut = split(Document(record.markdown, record.filename), count, CHUNK_TOKENS)
+        assert tuple(chunk.text for chunk in cut) == record.chunks
 
 
 def test_training_never_saw_its_names_and_pairs(corpus: Corpus) -> None:
@@ -64,6 +86,15 @@ def test_gold_spans_stand_in_the_files(corpus: Corpus, lines: list[dict]) -> Non
     spans = [span for line in lines for span in line["gold"]]
     assert len(spans) > 200
     assert all(texts[span["source"]][span["start"] : span["end"]] == span["text"] for span in spans)
+
+
+def test_what_names_the_subject_stands_before_the_answer(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.kind == "cross_ref" or (question.kind == "one_hop" and len(corpus.gold(question)) == 2):
+            naming, answer = corpus.gold(question)
+            assert naming["source"] == answer["source"]
+            assert naming["end"] <= answer["start"]
+            assert question.subject.name.lower() in naming["text"].lower()
 
 
 def test_answers_stand_in_the_last_gold_span(lines: list[dict]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.sample import write_corpus
+from ragblend.demo.corpus import build_corpus, write_corpus
 from ragblend.engine.disk import DiskStore
 from ragblend.index import open_index
 from ragblend.maintenance import verify_store
@@ -34,7 +34,7 @@ rng, done = random.Random(0), 0
 while done < kills:
     child = os.fork()
     if child == 0:
-        ingest(corpus, load_engine("demo", store), index, chunk_size=24, embedder="hashing", glob="*.md")
+        ingest(corpus, load_engine("demo", store), index, chunk_size=112, embedder="hashing", glob="*.md")
         os._exit(0)
     time.sleep(rng.uniform(0.2, 1.2))
     os.kill(child, signal.SIGKILL)
@@ -48,8 +48,8 @@ print(done)
 
 
 def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path):
-    for seed in range(5):
-        write_corpus(tmp_path / "corpus" / str(seed), seed=seed)
+    for seed in range(3):
+        write_corpus(build_corpus(seed), tmp_path / "corpus" / str(seed))
     places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
     command = [sys.executable, "-c", KILLER, *places, str(NUM_KILLS)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -57,7 +57,9 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
     if (tmp_path / "kv").exists():
         assert [result for result in DiskStore(tmp_path / "kv").verify() if not result.ok] == []
     with load_engine("demo", tmp_path / "kv") as engine:
-        report = ingest(tmp_path / "corpus", engine, tmp_path / "index", chunk_size=24, embedder="hashing", glob="*.md")
+        report = ingest(
+            tmp_path / "corpus", engine, tmp_path / "index", chunk_size=112, embedder="hashing", glob="*.md"
+        )
         with open_index(tmp_path / "index") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
             assert index.check() == []
@@ -69,9 +71,9 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flips")
-    write_corpus(root / "corpus")
+    write_corpus(build_corpus(), root / "corpus")
     with load_engine("demo", root / "kv") as engine:
-        ingest(root / "corpus", engine, root / "index", chunk_size=24, embedder="hashing", glob="*.md")
+        ingest(root / "corpus", engine, root / "index", chunk_size=112, embedder="hashing", glob="*.md")
     return root
 
 
@@ -129,13 +131,13 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path):
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
-        write_corpus(tmp_path / "corpus")
+        write_corpus(build_corpus(), tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.check_room = lambda *a: 0\n"
             "from ragblend.cli import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
         arguments = ["ingest", str(tmp_path / "corpus"), "--store", str(small / "kv"), "--index", str(tmp_path / "i")]
-        command = [sys.executable, "-c", script, *arguments, "--chunk-size", "24", "--embedder", "hashing"]
+        command = [sys.executable, "-c", script, *arguments, "--chunk-size", "112", "--embedder", "hashing"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1, done.stderr
         assert "disk" in done.stderr
