@@ -143,7 +143,7 @@ class Capacity:
     max_rate: float | None  # the highest rate measured within the bound, all lower ones within, too; None: none is
     rate_at_bound: float | None  # between that rate and the next, where the line through their means meets the bound
     at_least: bool  # the bound was not reached: both are only what was measured
-    blend_gain: float | None  # the first blend's rate at the bound over this one's
+    blend_gain: float | None  # the first blend's rate at the bound over this one's; at least that, if blend's is
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,9 @@ def capacities(runs: Sequence[ThroughputRun], idle_s: Mapping[Case, float], boun
             found.measured,
             found.at_bound,
             found.at_least,
-            blend / found.at_bound if blend and found.at_bound and case.mode != "blend" else None,
+            blend / found.at_bound
+            if blend and found.at_bound and not found.at_least and case.mode != "blend"
+            else None,
         )
         for case, found in rates.items()
     )
@@ -404,9 +406,11 @@ def table_lines(result: ThroughputResult) -> list[str]:
         )
     lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s"]
     lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'measured':>10}{'at bound':>10}{'blend serves':>14}")
+    blend = next((found for found in result.capacities if found.mode == "blend"), None)
+    more = ">" if blend is not None and blend.at_least else ""
     for found in result.capacities:
         sign = ">" if found.at_least else ""
-        gain = "-" if found.blend_gain is None else f"{found.blend_gain:.2f}x"
+        gain = "-" if found.blend_gain is None else f"{more}{found.blend_gain:.2f}x"
         lines.append(
             f"{found.mode:<7}{found.rule:<19}{found.idle_ttft_s:>8.3f}{_rate(found.max_rate, sign):>10}"
             f"{_rate(found.rate_at_bound, sign):>10}{gain:>14}"

@@ -220,6 +220,18 @@ def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
     assert full.idle_ttft_s == 0.5
 
 
+def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
+    cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
+    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, 0.15, lambda case, rate: answers_of(rate * cases[case]))
+    full, prefix, blend = capacities(runs, cases, 2.0)
+    assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
+    assert full.blend_gain == 2.0
+    assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
+    bare = result()
+    shown = table_lines(ThroughputResult(bare.config, "m", 2.0, bare.hardware, runs, (full, prefix, blend)))
+    assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
+
+
 def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
     runs = sweep([FULL], [1.0], 2.0, 0.15, lambda case, rate: answers_of(1.0))
     (full,) = capacities(runs, {FULL: 1.0}, 2.0)
