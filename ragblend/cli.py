@@ -683,7 +683,7 @@ def bench_quality(
         int | None, typer.Option("--num-questions", "--questions", help="In all, 1050; with --corpus 200.")
     ] = None,
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks per context.")] = 6,
-    context_tokens: Annotated[int, typer.Option("--context-tokens", help="Prefix and chunks, about.")] = 384,
+    context_tokens: Annotated[int, typer.Option("--context-tokens", help="Prefix and chunks, about.")] = 256,
     rules: Annotated[str | None, typer.Option("--rules", help="Comma-separated: cacheblend, first_k, ...")] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Comma-separated shares, 0 to 1.")] = None,
     system_share: Annotated[float, typer.Option("--system-share", help="Stories with a system text.")] = 0.5,

@@ -59,7 +59,7 @@ class QualityConfig:
     model: str = "demo"
     num_questions: int = 150 * len(KINDS)  # equally many of every kind
     num_chunks: int = 6
-    context_tokens: int = 384  # prefix and chunks, about
+    context_tokens: int = 256  # prefix and chunks, about
     rules: tuple[str, ...] = RULES
     ratios: tuple[float, ...] = RATIOS
     system_share: float = 0.5

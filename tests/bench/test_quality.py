@@ -468,7 +468,7 @@ def test_a_corpus_has_no_curve_to_plot(tmp_path: Path) -> None:
     options: dict[str, Any] = dict.fromkeys(
         ("model", "num_questions", "rules", "ratios", "k", "neighbours", "embedder")
     )
-    stories = {"chunks": 6, "context_tokens": 384, "system_share": 0.5, "off_share": 0.2, "lengths": False}
+    stories = {"chunks": 6, "context_tokens": 256, "system_share": 0.5, "off_share": 0.2, "lengths": False}
     with pytest.raises(UsageError, match="--plot"):
         bench_quality(
             **options, **stories, length_questions=7, corpus=CORPUS, chunk_size=112, out=NOWHERE,

@@ -95,4 +95,4 @@ def question_stem(text: str) -> str:
     return text.split(": ")[-1].split(", ")[-1]
 
 
-GOLDEN = "e4c96afe7c279d39"
+GOLDEN = "783fef9f49d562d8"
