@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragblend.errors import UsageError
+import ragblend.segments
+from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import (
     ChatTemplateFormat,
     Chunk,
@@ -373,6 +374,68 @@ def test_a_segment_knows_which_of_its_tokens_are_template(name, segmenters):
         template = [piece.text for piece in segmenter.format.chunk_pieces(segment.chunk) if piece.trusted]
         assert [*lead, *tail] == [token for text in template for token in segmenter._ids(Piece(text, trusted=True))]
     assert all(s.num_lead == s.num_tail == 0 for s in prompt.segments if s.kind != "chunk")
+
+
+# --- ids that are remembered ---
+
+
+def noting_texts(segmenter: Segmenter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that reach the tokenizer from now on."""
+    seen: list[str] = []
+    tokenizer = segmenter._tokenizer
+
+    def noting(text: str, **options: bool):
+        seen.append(text)
+        return tokenizer(text, **options)
+
+    monkeypatch.setattr(segmenter, "_tokenizer", noting)
+    return seen
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_chunk_that_came_before_is_not_tokenized_again(name, segmenters, monkeypatch: pytest.MonkeyPatch):
+    segmenter = segmenters[name]
+    first = segmenter.tokenize(SegmentedPrompt(["it came before", "and this"], "why?"))
+    seen = noting_texts(segmenter, monkeypatch)
+    again = segmenter.tokenize(SegmentedPrompt(["and this", "it came before"], "why not?"))
+    assert [text.strip() for text in seen] == ["why not?"]
+    assert [s.token_ids for s in again.chunk_segments] == [s.token_ids for s in reversed(first.chunk_segments)]
+
+
+def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make_tokenizer):
+    segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
+    trusted, forged = (segmenter._ids(Piece("<|im_end|>", trusted)) for trusted in (True, False))
+    assert len(trusted) == 1 < len(forged)
+    assert [segmenter._ids(Piece("<|im_end|>", trusted)) for trusted in (True, False)] == [trusted, forged]
+
+
+def test_a_refused_text_is_refused_again(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
+    segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
+    control = segmenter._ids(Piece("<|im_end|>", trusted=True))
+    monkeypatch.setattr(segmenter, "_untrusted_ids", lambda _: list(control))
+    for _ in range(2):
+        with pytest.raises(RagblendError, match="tokenizes to the control tokens"):
+            segmenter.chunk_ids("innocent")
+
+
+@given(texts=st.lists(st.text("ab", min_size=1, max_size=30), max_size=40))
+def test_what_is_remembered_stays_within_its_bound(texts, make_tokenizer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragblend.segments, "REMEMBERED_CHARACTERS", 64 * 20)  # texts of up to 20 characters
+        segmenter = Segmenter(make_tokenizer(), PlainFormat())
+        for text in texts:
+            segmenter.text_ids(text)
+            held = segmenter._remembered
+            assert segmenter._num_remembered == sum(len(piece.text) + 64 for piece in held) <= 64 * 20
+            assert (Piece(text, trusted=False) in held) == (len(text) <= 20)
+
+
+def test_the_text_that_was_asked_for_longest_ago_is_forgotten_first(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ragblend.segments, "REMEMBERED_CHARACTERS", 2 * (1 + 64))
+    segmenter = Segmenter(make_tokenizer(), PlainFormat())
+    for text in "abac":
+        segmenter.text_ids(text)
+    assert [piece.text for piece in segmenter._remembered] == ["a", "c"]
 
 
 def test_the_plain_format_writes_question_and_answer(segmenters):

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 ENTRY_SUFFIX, DAMAGED_SUFFIX, TEMP_SUFFIX = ".safetensors", ".damaged", ".tmp"
 MODELS_DIR, PINS_DIR = "models", "pins"
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
+TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
 TEMP_MAX_AGE_S = 3600.0
 RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look again at what others wrote
 
@@ -117,6 +118,7 @@ class DiskStore:
         self._facts: dict[str, _Facts] = {}  # of entries whose headers this process has read
         self._known_bytes: int | None = None  # what the entries hold, as far as this process knows
         self._unseen_bytes = 0  # written here since it last looked
+        self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
         self._room_lock = threading.Lock()
         if not create and not self.root.is_dir():
@@ -156,7 +158,8 @@ class DiskStore:
         else:
             self._count(num_hits=1)
             self._note_use(kv.header, kv.nbytes)
-            _touch(file.fd, os.fstat(file.fd))
+            if self._may_be_stale(key):
+                self._touch(key, file.fd)
             return kv
         self._count(num_misses=1)
         return None
@@ -214,12 +217,31 @@ class DiskStore:
 
     def touch(self, key: str) -> None:
         """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
-        with suppress(OSError, UsageError):
-            path = self._path(key)
-            if (facts := self._facts.get(key)) is not None:
-                with self._lock:
-                    self._ranking.use(key, facts.worth)
-            _touch(path, path.stat())
+        if (facts := self._facts.get(key)) is not None:
+            with self._lock:
+                self._ranking.use(key, facts.worth)
+        # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
+        if self._may_be_stale(key):
+            with suppress(UsageError):
+                self._touch(key, self._path(key))
+
+    def _may_be_stale(self, key: str) -> bool:
+        """Whether an entry's time on disk can be off by TOUCH_INTERVAL_S, as far as this process knows."""
+        now_s = time.time()
+        # Due later than an interval from now: our clock was set back, and the time on disk may lie ahead.
+        return not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S
+
+    def _touch(self, key: str, target: int | Path) -> None:
+        """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
+        with suppress(OSError):
+            now_s = time.time()
+            used_s = (os.fstat(target) if isinstance(target, int) else target.stat()).st_mtime
+            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # ahead of us: a clock was set back
+            if len(self._touch_due_s) >= TOUCHES_KEPT:
+                self._touch_due_s.clear()
+            self._touch_due_s[key] = (now_s if stale else used_s) + TOUCH_INTERVAL_S
+            if stale:
+                os.utime(target)
 
     def verify(self) -> Iterator[VerifyResult]:
         """Read every byte of every file, quarantined ones included; what fails is quarantined."""
@@ -518,13 +540,6 @@ def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a file of a store; use ragblend.engine.keys.chunk_key or fingerprint")
     return name
-
-
-def _touch(target: int | Path, stat: os.stat_result) -> None:
-    """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
-    with suppress(OSError):
-        if abs(time.time() - stat.st_mtime) > TOUCH_INTERVAL_S:  # ahead of us: a clock was set back
-            os.utime(target)
 
 
 def _unlink(path: Path) -> bool:

@@ -9,7 +9,9 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import tempfile
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
@@ -47,7 +49,11 @@ def chunk_key(
 
 
 def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
-    return b"".join(index(token).to_bytes(4, "little") for token in token_ids)
+    packed = array("I", tuple(map(index, token_ids)))  # index refuses fractions, array what exceeds 32 bits
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:

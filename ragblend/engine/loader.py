@@ -7,7 +7,7 @@ without a thread. Knows ChunkKV and tensors; not where they come from.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ragblend.engine.kv import ChunkKV, MemoryKV
+from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV
 
 
 class _Destination(Protocol):
@@ -29,6 +29,39 @@ class _Placed(Protocol):
     def start(self) -> int: ...
     @property
     def end(self) -> int: ...
+
+
+class _Group:
+    """Chunks that are placed in one call, in prompt order."""
+
+    def __init__(self, placements: Sequence[_Placed], device: torch.device) -> None:
+        self._kvs = [placement.kv for placement in placements]
+        self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
+        self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
+        for start, end in _runs((placement.start, placement.end) for placement in placements):
+            taken = self.spans[-1][1].stop if self.spans else 0
+            self.spans.append((slice(start, end), slice(taken, taken + end - start)))
+
+    def read(self, layer: int, device: torch.device) -> LayerKV:
+        """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError."""
+        layers = [LayerKV(*(tensor.to(device) for tensor in kv.layer(layer))) for kv in self._kvs]
+        if len(layers) == 1:
+            return layers[0]
+        return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
+
+
+def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending spans, with those that touch made one.
+
+    >>> _runs([(2, 5), (5, 9), (12, 15)])
+    [(2, 9), (12, 15)]
+    """
+    runs: list[tuple[int, int]] = []
+    for start, end in spans:
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, end))
+    return runs
 
 
 class LayerEvent(NamedTuple):
@@ -45,6 +78,9 @@ class LayerLoader:
     `wait(layer)` returns when that layer of every placement is in the destination, and raises what the reader
     raised (DamagedEntryError for a damaged entry). `place(layer, keys, rows)` rotates keys to their positions.
     `depth` bounds how many layers the reader may be ahead of the fusor.
+
+    `together`: place a layer's chunks in one call, and write those that stand side by side as one. That is a copy
+    more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
     """
 
     def __init__(
@@ -55,8 +91,10 @@ class LayerLoader:
         destination: _Destination,
         device: torch.device,
         depth: int = 2,
+        *,
+        together: bool = False,
     ) -> None:
-        self._placements = placements
+        self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
         self._num_layers = num_layers
         self._place = place
         self._destination = destination
@@ -67,7 +105,6 @@ class LayerLoader:
         self._error: BaseException | None = None
         self._threaded = any(not isinstance(placement.kv, MemoryKV) for placement in placements)
         self._thread: threading.Thread | None = None
-        self._rows = [torch.arange(placement.start, placement.end, device=device) for placement in placements]
         self._num_waited = 0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
@@ -122,10 +159,9 @@ class LayerLoader:
 
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
-        for placement, rows in zip(self._placements, self._rows, strict=True):
-            keys, values = placement.kv.layer(layer)
-            keys, values = keys.to(self._device), values.to(self._device)
-            self._destination.write(
-                layer, slice(placement.start, placement.end), self._place(layer, keys, rows), values
-            )
+        for group in self._groups:
+            keys, values = group.read(layer, self._device)
+            keys = self._place(layer, keys, group.rows)
+            for span, taken in group.spans:
+                self._destination.write(layer, span, keys[:, taken], values[:, taken])
         self.events.append(LayerEvent(layer, start_s, perf_counter()))

@@ -77,6 +77,9 @@ class TieredStore:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self.tiers = tiers
+        # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
+        touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
+        self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Promotions into tiers that take their time, by position.
         self._promotions = {
@@ -159,9 +162,8 @@ class TieredStore:
             kv = self._on_its_way(position, key, token_ids) or tier.get(key, token_ids)
             if kv is None:
                 continue
-            for slower in self.tiers[position + 1 :]:
-                if isinstance(slower, _Touchable):
-                    slower.touch(key)
+            for slower in self._told[position]:
+                slower.touch(key)
             return self._moving_up(kv, position, num_deletes)
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
@@ -237,7 +238,7 @@ class TransformersEngine:
         lookup_s = perf_counter() - start_s
         start_s = perf_counter()
         with LayerLoader(
-            plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device
+            plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device, together=True
         ) as loader:
             result = fuse(self.layers, plan, fused, loader)
         if self.layers.device.type == "cuda":
@@ -341,11 +342,11 @@ class TransformersEngine:
 
     def _separators(self, prompt: TokenizedPrompt) -> Tensor:
         """[T] bool: tokens that belong to the chunks' template, not to their text."""
-        separators = torch.zeros(prompt.num_tokens, dtype=torch.bool)
+        separators = bytearray(prompt.num_tokens)  # filled before it becomes a tensor: two writes per chunk
         for segment in prompt.chunk_segments:
-            separators[segment.start : segment.start + segment.num_lead] = True
-            separators[segment.end - segment.num_tail : segment.end] = True
-        return separators.to(self.layers.device)
+            separators[segment.start : segment.start + segment.num_lead] = b"\1" * segment.num_lead
+            separators[segment.end - segment.num_tail : segment.end] = b"\1" * segment.num_tail
+        return torch.frombuffer(separators, dtype=torch.bool).to(self.layers.device)
 
     def _count(
         self,
@@ -357,11 +358,11 @@ class TransformersEngine:
         num_resident: int,
     ) -> None:
         """What was reused and recomputed, per chunk and in all."""
-        recomputed = result.recomputed
+        recomputed = sorted(result.recomputed.tolist())
         num_computed = 0  # chunk tokens with no stored KV: they run through every layer
         for segment in request.prompt.chunk_segments:
             hit = hits.get(segment.start)
-            inside = int(((recomputed >= segment.start) & (recomputed < segment.end)).sum()) if hit else 0
+            inside = bisect_left(recomputed, segment.end) - bisect_left(recomputed, segment.start) if hit else 0
             resident = segment.start < num_resident
             if not hit and not resident:
                 num_computed += segment.num_tokens

@@ -7,7 +7,7 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ ATTENTION = "ragblend"
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
 BLOCK_ROWS = 64
+
+# Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
+# request to the next, each is as large as the rows it covers of the tables in `_rope`.
+TURNS_KEPT = 3
 
 _WAY_OUT = (
     "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
@@ -88,11 +92,11 @@ def _attention(
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
 
-    def __init__(self, fused: FusedLayers, rows: Tensor) -> None:
+    def __init__(self, fused: FusedLayers, rows: Tensor, end: int) -> None:
         super().__init__(layers=[])
         self._fused = fused
         self._rows = rows
-        self._end = int(rows[-1]) + 1
+        self._end = end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -100,6 +104,15 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
         self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
         return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+
+
+class _Turns(NamedTuple):
+    """The rotation of some rows."""
+
+    rows: Tensor  # positions [R]
+    end: int  # position after the last of them
+    cos: Tensor  # [R, rotary dimensions] float32
+    sin: Tensor
 
 
 class TransformersLayers:
@@ -116,6 +129,7 @@ class TransformersLayers:
         self._layers = list(model.model.layers)
         self._rotary = model.model.rotary_emb
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
         self.context_length = exact_context(_rope_parameters(self.config), self.config.max_position_embeddings)
         self._embedding_multiplier = getattr(self.config, "embedding_multiplier", 1.0) or 1.0  # Granite
         self._logits_scaling = getattr(self.config, "logits_scaling", 1.0) or 1.0  # Granite
@@ -123,6 +137,7 @@ class TransformersLayers:
             self.config.hidden_size // self.config.num_attention_heads
         )
         self.kv_shapes = [(self.config.num_key_value_heads, self.head_dim, self.head_dim)] * len(self._layers)
+        self._kv_share = _kv_share(self._layers[0])
 
     @property
     def num_layers(self) -> int:
@@ -149,10 +164,7 @@ class TransformersLayers:
     @property
     def kv_share(self) -> float:
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
-        layer = self._layers[0]
-        attention = layer.self_attn
-        projections = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [attention.k_proj, attention.v_proj]
-        return _num_parameters(*projections) / _num_parameters(layer)
+        return self._kv_share
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
@@ -178,8 +190,8 @@ class TransformersLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
-        cos, sin = self._rope(int(rows[-1]) + 1 if len(rows) else 1)
-        return rotate(keys, cos[rows], sin[rows])
+        turns = self._turns_of(rows)
+        return rotate(keys, turns.cos, turns.sin)
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
@@ -190,13 +202,13 @@ class TransformersLayers:
         return self._run(layer, hidden, rows, fused, blend_watch=watch)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, **watch: Watch) -> Tensor:
-        cos, sin = self._rope(int(rows[-1]) + 1)
-        embeddings = (cos[rows].to(hidden.dtype)[None], sin[rows].to(hidden.dtype)[None])
+        turns = self._turns_of(rows)
+        embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
             position_ids=rows[None],
-            past_key_values=_RowCache(fused, rows),
+            past_key_values=_RowCache(fused, rows, turns.end),
             use_cache=True,
             position_embeddings=embeddings,
             blend_rows=rows,
@@ -246,6 +258,18 @@ class TransformersLayers:
         kv_width = self.config.num_key_value_heads * self.head_dim
         return qkv[..., -2 * kv_width : -kv_width], qkv[..., -kv_width:]
 
+    def _turns_of(self, rows: Tensor) -> _Turns:
+        """The rotation of `rows` [R], gathered once for all layers that get the same tensor."""
+        remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
+        for turns in remembered:
+            if turns.rows is rows:
+                return turns
+        end = int(rows[-1]) + 1 if len(rows) else 1
+        cos, sin = self._rope(end)
+        turns = _Turns(rows, end, cos[rows], sin[rows])
+        self._turns = (turns, *remembered[: TURNS_KEPT - 1])
+        return turns
+
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
         """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
         known = self._tables
@@ -257,6 +281,12 @@ class TransformersLayers:
             cos, sin = self._rotary(dummy, position_ids=positions)
             known = self._tables = (cos[0], sin[0])
         return known
+
+
+def _kv_share(layer: Any) -> float:
+    attention = layer.self_attn
+    projections = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [attention.k_proj, attention.v_proj]
+    return _num_parameters(*projections) / _num_parameters(layer)
 
 
 def _num_parameters(*modules: nn.Module) -> int:

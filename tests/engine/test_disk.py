@@ -27,6 +27,8 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.kv import DTYPES, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreFullError, StoreNotWritableError, UsageError
 
+real_utime = os.utime
+
 
 def path_of(store: DiskStore, key: str) -> Path:
     return store.root / key[:2] / f"{key}.safetensors"
@@ -563,6 +565,44 @@ def test_last_use_is_noted_once_a_minute(store: DiskStore, monkeypatch: pytest.M
     assert len(calls) == 1
     assert time.time() - path.stat().st_mtime < 60
     store.touch("f" * 32)  # gone meanwhile
+
+
+def test_last_use_on_disk_is_never_off_by_more_than_a_minute(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    written_s = path.stat().st_mtime
+    noted: list[float] = []
+    now_s = written_s
+    monkeypatch.setattr(disk.time, "time", lambda: now_s)
+    monkeypatch.setattr(disk.os, "utime", lambda target: (noted.append(now_s), real_utime(target, (now_s, now_s))))
+    for after_s in (0, 1, 59, 61, 90, 120, 122, 130):
+        now_s = written_s + after_s
+        store.touch(kv.header.key)
+        assert abs(now_s - path.stat().st_mtime) <= 60
+    assert noted == [written_s + 61, written_s + 122]
+    now_s = written_s - 3600  # the clock was set back: the time on disk lies ahead, and is put right at once
+    store.touch(kv.header.key)
+    assert path.stat().st_mtime == pytest.approx(now_s)
+
+
+def test_a_use_that_a_faster_tier_reports_does_not_ask_the_disk_every_time(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv()
+    store.put(kv)
+    store.touch(kv.header.key)
+    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked"))
+    for _ in range(3):
+        store.touch(kv.header.key)
+
+
+def test_the_times_remembered_are_bounded(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "TOUCHES_KEPT", 4)
+    for seed in range(10):
+        store.put(kv := make_kv(seed))
+        store.touch(kv.header.key)
+        assert len(store._touch_due_s) <= 4
 
 
 def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,17 @@ def test_numpy_ids_give_the_key_of_equal_ints_and_fractions_are_refused() -> Non
         chunk_key("model", [], list(np.array([3.0])))
 
 
+@given(IDS)
+def test_ids_are_packed_in_four_bytes_each_lowest_first(ids: list[int]) -> None:
+    assert keys._ids(ids) == b"".join(token.to_bytes(4, "little") for token in ids)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        chunk_key("model", [], [1, token])
+
+
 def test_keys_are_stable_between_releases() -> None:
     # A change here orphans every stored chunk in the world: raise LAYOUT_VERSION and say so in the changelog.
     assert chunk_key("model", [1, 2], [3, 128_000], "team") == GOLDEN_KEY

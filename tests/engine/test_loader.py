@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,13 +63,13 @@ def destination() -> FusedKV:
     return fused
 
 
-def loader(placements: list[Placement], fused: FusedKV, **options: int) -> LayerLoader:
+def loader(placements: list[Placement], fused: FusedKV, **options: Any) -> LayerLoader:
     return LayerLoader(placements, LAYERS, place, fused, torch.device("cpu"), **options)
 
 
-def load_all(placements: list[Placement]) -> tuple[FusedKV, LayerLoader]:
+def load_all(placements: list[Placement], **options: Any) -> tuple[FusedKV, LayerLoader]:
     fused = destination()
-    with loader(placements, fused) as layers:
+    with loader(placements, fused, **options) as layers:
         for layer in range(LAYERS):
             layers.wait(layer)
     return fused, layers
@@ -110,6 +111,48 @@ def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
     for layer in range(LAYERS):
         torch.testing.assert_close(threaded.keys(layer), inline.keys(layer), atol=0, rtol=0, equal_nan=True)
         torch.testing.assert_close(threaded.values(layer), inline.values(layer), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("starts", [(2,), (2, 7), (2, 9), (2, 7, 14), (0, 5, 10)])
+@pytest.mark.parametrize("make", [make_kv, lambda *of: SlowKV(make_kv(*of))], ids=["inline", "thread"])
+def test_chunks_placed_together_stand_where_they_would_one_by_one(starts, make):
+    placements = [Placement(make(str(seed) * 32, seed), start, exact=False) for seed, start in enumerate(starts)]
+    alone, _ = load_all(placements)
+    together, _ = load_all(placements, together=True)
+    for layer in range(LAYERS):
+        torch.testing.assert_close(together.keys(layer), alone.keys(layer), atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(together.values(layer), alone.values(layer), atol=0, rtol=0, equal_nan=True)
+
+
+def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_run(monkeypatch: pytest.MonkeyPatch):
+    fused, placed, written = destination(), [], []
+    write = fused.write
+    monkeypatch.setattr(
+        fused, "write", lambda layer, rows, *kv: (written.append((layer, rows)), write(layer, rows, *kv))
+    )
+
+    def noting(layer: int, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        placed.append((layer, rows))
+        return place(layer, keys, rows)
+
+    placements = [Placement(make_kv(), start, exact=False) for start in (1, 6, 13)]
+    with LayerLoader(placements, LAYERS, noting, fused, torch.device("cpu"), together=True) as layers:
+        for layer in range(LAYERS):
+            layers.wait(layer)
+    assert [layer for layer, _ in placed] == list(range(LAYERS))
+    assert len({id(rows) for _, rows in placed}) == 1, "a new tensor of rows has its rotation gathered anew"
+    assert placed[0][1].tolist() == [*range(1, 11), *range(13, 18)]
+    assert written == [(layer, rows) for layer in range(LAYERS) for rows in (slice(1, 11), slice(13, 18))]
+
+
+def test_damage_among_chunks_placed_together_names_its_chunk():
+    placements = [
+        Placement(SlowKV(make_kv()), 0, exact=False),
+        Placement(SlowKV(make_kv(KEYS[1]), fail_at=2), 5, exact=False),
+    ]
+    with pytest.raises(DamagedEntryError) as caught:
+        load_all(placements, together=True)
+    assert caught.value.key == KEYS[1]
 
 
 def test_kv_in_memory_is_placed_without_a_thread():
@@ -200,6 +243,7 @@ def test_a_layer_waited_for_twice_is_placed_once(make):
     assert [event.layer for event in layers.events] == list(range(LAYERS))
 
 
-def test_nothing_to_load_is_no_wait():
-    _, layers = load_all([])
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_to_load_is_no_wait(together):
+    _, layers = load_all([], together=together)
     assert layers.load_s < 0.1

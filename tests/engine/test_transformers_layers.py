@@ -51,7 +51,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from ragblend.engine.fusor import FusedKV
 from ragblend.engine.self_check import self_check
-from ragblend.engine.transformers_layers import TransformersLayers, refuse_unsupported
+from ragblend.engine.transformers_layers import TURNS_KEPT, TransformersLayers, refuse_unsupported
 from ragblend.errors import UnsupportedModelError
 
 FULL = ["full_attention"] * 6
@@ -254,6 +254,25 @@ def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values(tiny_lay
     layer = tiny_layers("llama").model.model.layers[0]
     made = 2 * 64 * 32
     assert tiny_layers("llama").kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
+
+
+def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny_layers):
+    layers, fresh = tiny_layers("llama"), tiny_layers("llama")
+    generator = torch.Generator().manual_seed(0)
+    many = [torch.arange(start, start + 4) for start in (0, 7, 100, 300, 700)]  # more than are kept
+    keys = torch.randn(2, 4, 16, generator=generator)
+    for rows in (*many, *many, many[0], many[0]):
+        assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
+        assert len(layers._turns) <= TURNS_KEPT
+
+
+def test_a_rotation_is_gathered_once_for_all_layers(tiny_layers, monkeypatch: pytest.MonkeyPatch):
+    layers, rows = tiny_layers("llama"), torch.arange(5, 9)
+    keys = torch.randn(2, 4, 16)
+    layers.place_keys(0, keys, rows)
+    monkeypatch.setattr(layers, "_rope", lambda _: pytest.fail("gathered again"))
+    for layer in range(1, layers.num_layers):
+        layers.place_keys(layer, keys, rows)
 
 
 def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
