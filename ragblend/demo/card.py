@@ -57,8 +57,8 @@ seen; a test proves the split (tests/demo/test_world.py).
 {history}
 
 `python -m ragblend.demo.train --out runs/demo` trains end to end from a structured random start (stages: pairs, short
-stories, longer ones, two hops, far positions, long contexts). The shipped weights were **not** made by that one
-command: {warm}
+stories, longer ones, two hops, comparisons of years, far positions, long contexts). The shipped weights were **not**
+made by that one command: {warm}
 """
 
 LIMITS = """## Limits
