@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from ragblend.cli_bench import bench_app
 from ragblend.cli_support import (
     BackendOption,
     DeviceOption,
@@ -36,12 +37,10 @@ from ragblend.cli_support import (
     StoreOption,
     SystemOption,
     TemperatureOption,
-    VllmOptions,
     answer_question,
     embedder_name,
     err,
     generation_options,
-    json_object,
     one_thread,
     open_engine,
     open_index_of,
@@ -58,11 +57,8 @@ from ragblend.cli_support import (
     settings_for_demo,
     settings_from,
     source_facts,
-    split_names,
-    split_numbers,
-    use_threads,
 )
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
 
 EXIT_CORRUPT, EXIT_UNREACHABLE, EXIT_PARTIAL, EXIT_INTERRUPTED = 4, 5, 6, 130
 
@@ -73,7 +69,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 
@@ -550,197 +545,6 @@ def demo(
     with progress_bars() as progress:
         facts = run_demo(directory, question, progress=progress, echo=None if json_ else lambda line: out.print(line))
     if json_:
-        print_json(facts)
-
-
-@bench_app.command("ttft")
-def bench_ttft(
-    shape: Annotated[str | None, typer.Option("--shape", help="Random weights: llama-200m, llama-1b, ...")] = None,
-    model: ModelOption = None,
-    chunks: Annotated[int, typer.Option("--chunks")] = 6,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
-    question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
-    ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
-    modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,reuse,blend",
-    rules: Annotated[
-        str, typer.Option("--rules", help="Comma-separated: auto, repair, cacheblend, cacheblend_k, first_k, ...")
-    ] = "cacheblend",
-    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs per mode and prompt.")] = 5,
-    questions: Annotated[int, typer.Option("--questions", help="Prompts, chunks shuffled.")] = 1,
-    tier: Annotated[str, typer.Option("--tier", help="memory or disk.")] = "memory",
-    store: Annotated[Path | None, typer.Option("--store", help="Directory for --tier disk.")] = None,
-    device: Annotated[str, typer.Option("--device")] = "cpu",
-    backend: Annotated[str, typer.Option("--backend", help="transformers, or vllm in this process.")] = "transformers",
-    vllm_options: VllmOptions = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a bar chart, FILE.png.")] = None,
-    json_: JsonOption = False,
-) -> None:
-    """Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians."""
-    use_threads(threads)
-    quiet_libraries()
-    from ragblend.bench.ttft import bench_ttft as run
-
-    facts = run(
-        shape=shape,
-        model=model,
-        chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        question_tokens=question_tokens,
-        ratio=ratio,
-        modes=split_names(modes),
-        rules=split_names(rules),
-        dtype=dtype,
-        threads=threads,
-        repeats=repeats,
-        questions=questions,
-        tier=tier,
-        store=store,
-        plot=plot,
-        seed=seed,
-        device=device,
-        echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
-        backend=backend,
-        vllm_options=json_object(vllm_options, "--vllm-options"),
-    )
-    print_json(facts)
-
-
-@bench_app.command("throughput")
-def bench_throughput(
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="Random weights: llama-50m (the default), llama-200m, llama-1b, ...")
-    ] = None,
-    model: ModelOption = None,
-    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt.")] = 4,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 128,
-    pool: Annotated[int, typer.Option("--pool", help="Stored chunks that prompts draw from.")] = 24,
-    question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", help="Length of each answer.")] = 8,
-    requests: Annotated[int, typer.Option("--requests", help="Per rate and mode.")] = 16,
-    rates: Annotated[
-        str | None, typer.Option("--rates", help="Requests per second, comma-separated; chosen from full prefill's.")
-    ] = None,
-    bound: Annotated[
-        float | None, typer.Option("--bound", help="Mean TTFT to keep, seconds; twice an idle full prefill's.")
-    ] = None,
-    ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
-    modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,blend",
-    rules: Annotated[str, typer.Option("--rules", help="Comma-separated: cacheblend, first_k, ...")] = "cacheblend",
-    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,
-    memory_gib: Annotated[float, typer.Option("--memory-gib", help="Memory tier in front of the store.")] = 2.0,
-    store: Annotated[Path | None, typer.Option("--store", help="Directory of the store; a temporary one.")] = None,
-    backend: Annotated[str, typer.Option("--backend", help="vllm, in this process; there is no other.")] = "vllm",
-    vllm_options: VllmOptions = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write TTFT over the rate, FILE.png.")] = None,
-    json_: JsonOption = False,
-) -> None:
-    """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
-
-    The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
-    shape, or more and longer chunks, take longer in proportion; so do low rates.
-    """
-    if backend != "vllm":
-        raise UsageError(f"backend is {backend!r}; throughput is measured on a serving engine: --backend vllm")
-    use_threads(threads)
-    quiet_libraries()
-    from ragblend.bench.throughput import bench_throughput as run
-
-    facts = run(
-        shape=shape,
-        model=model,
-        num_chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        pool=pool,
-        question_tokens=question_tokens,
-        output_tokens=output_tokens,
-        num_requests=requests,
-        rates=split_numbers(rates) if rates is not None else None,
-        bound_s=bound,
-        ratio=ratio,
-        modes=split_names(modes),
-        rules=split_names(rules),
-        dtype=dtype,
-        threads=threads,
-        memory_gib=memory_gib,
-        store=store,
-        vllm_options=json_object(vllm_options, "--vllm-options"),
-        seed=seed,
-        plot=plot,
-        echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
-    )
-    print_json(facts)
-
-
-@bench_app.command("quality")
-def bench_quality(
-    model: ModelOption = None,
-    num_questions: Annotated[
-        int | None, typer.Option("--num-questions", "--questions", help="In all, 1050; with --corpus 200.")
-    ] = None,
-    chunks: Annotated[int, typer.Option("--chunks", help="Chunks per context.")] = 6,
-    context_tokens: Annotated[int, typer.Option("--context-tokens", help="Prefix and chunks, about.")] = 256,
-    rules: Annotated[str | None, typer.Option("--rules", help="Comma-separated: cacheblend, first_k, ...")] = None,
-    ratios: Annotated[str | None, typer.Option("--ratios", help="Comma-separated shares, 0 to 1.")] = None,
-    system_share: Annotated[float, typer.Option("--system-share", help="Stories with a system text.")] = 0.5,
-    off_share: Annotated[
-        float, typer.Option("--off-share", help="Questions also answered from KV computed without the prefix.")
-    ] = 0.2,
-    lengths: Annotated[
-        bool, typer.Option("--lengths/--no-lengths", help="Also contexts of 256 to 4096 tokens.")
-    ] = True,
-    length_questions: Annotated[int, typer.Option("--length-questions", help="In the shortest of them.")] = 210,
-    corpus: Annotated[
-        Path | None, typer.Option("--corpus", help="Measure this corpus end to end instead, retrieval included.")
-    ] = None,
-    k: KOption = None,
-    neighbours: NeighboursOption = None,
-    chunk_size: Annotated[int, typer.Option("--chunk-size", help="Most tokens per chunk of the corpus.")] = 112,
-    embedder: EmbedderOption = None,
-    out_: Annotated[
-        Path | None, typer.Option("--out", help="JSON file, data/results/quality[-corpus].json; - for stdout.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Picture, docs/quality.png with matplotlib; - for none.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    json_: JsonOption = False,
-) -> None:
-    """Answer quality against full prefill by rule and ratio, on held-out stories; or of a corpus, end to end."""
-    # The demo model is too small to share its work, see `demo`.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    quiet_libraries()
-    from ragblend.bench.quality import bench_quality as run
-
-    print_facts = json_ or out_ == Path("-")
-    with progress_bars() as progress:
-        facts = run(
-            model=model,
-            num_questions=num_questions,
-            chunks=chunks,
-            context_tokens=context_tokens,
-            rules=split_names(rules) if rules is not None else None,
-            ratios=split_numbers(ratios) if ratios is not None else None,
-            system_share=system_share,
-            off_share=off_share,
-            lengths=lengths,
-            length_questions=length_questions,
-            corpus=corpus,
-            k=k,
-            neighbours=neighbours,
-            chunk_size=chunk_size,
-            embedder=embedder,
-            out=out_,
-            plot=plot,
-            seed=seed,
-            echo=lambda line: (err if print_facts else out).print(line, markup=False),
-            progress=progress,
-        )
-    if print_facts:
         print_json(facts)
 
 
