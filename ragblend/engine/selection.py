@@ -136,8 +136,8 @@ RULES: dict[str, Rule] = {
 
 # Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json): `repair` at 5 %
 # answers as many right as `cacheblend_k` at 15 % (.949 of full prefill's .957), for 0.15 of the token-layers instead of
-# 0.32 (0.07 instead of 0.18 at 32 layers). `attention_k` comes close; smoothing scores over neighbours, forcing the first
-# tokens of chunks and sums of ranks were worse.
+# 0.32 (0.07 instead of 0.18 at 32 layers). `attention_k` comes close; smoothing scores over neighbours, forcing the
+# first tokens of chunks and sums of ranks were worse.
 # A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
 AUTO = "repair"
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
