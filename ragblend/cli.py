@@ -28,6 +28,7 @@ from ragblend.cli_support import (
     ModelOption,
     ModeOption,
     NamespaceOption,
+    NeighbourKvOption,
     NeighboursOption,
     OrderOption,
     RatioOption,
@@ -83,6 +84,7 @@ def ingest(
     chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Most tokens per chunk.")] = None,
     glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
+    neighbour_kv: NeighbourKvOption = None,
     embedder: EmbedderOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
@@ -103,6 +105,7 @@ def ingest(
             chunk_size=settings.chunk_size,
             glob=glob,
             precompute=precompute,
+            neighbour_kv=settings.neighbour_kv,
             embedder=embedder_name(settings),
             progress=progress,
             say=err.print,
@@ -119,6 +122,7 @@ def precompute(
     index: IndexOption = None,
     store: StoreOption = None,
     remote: RemoteOption = None,
+    neighbour_kv: NeighbourKvOption = None,
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
@@ -128,14 +132,17 @@ def precompute(
 ) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text."""
     settings = settings_from(locals())
-    from ragblend.precompute import disk_bytes, precompute_chunks
+    from ragblend.precompute import disk_bytes, precompute_chunks, with_neighbours
 
     with (
         open_engine(settings, new_model=True) as engine,
         open_index_of(settings, engine) as opened,
         progress_bars() as progress,
     ):
-        report = precompute_chunks(list(opened.chunks()), engine, progress, say=err.print)
+        chunks = list(opened.chunks())
+        report = precompute_chunks(
+            with_neighbours(chunks) if settings.neighbour_kv else chunks, engine, progress, say=err.print
+        )
         report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
         report.store_bytes = disk_bytes(engine)
     print_ingest(report, settings, json_)

@@ -12,6 +12,7 @@ from ragblend.cli_support import (
     JsonOption,
     KOption,
     ModelOption,
+    NeighbourKvOption,
     NeighboursOption,
     VllmOptions,
     err,
@@ -177,6 +178,7 @@ def bench_quality(
     k: KOption = None,
     neighbours: NeighboursOption = None,
     chunk_size: Annotated[int, typer.Option("--chunk-size", help="Most tokens per chunk of the corpus.")] = 112,
+    neighbour_kv: NeighbourKvOption = None,
     embedder: EmbedderOption = None,
     out_: Annotated[
         Path | None, typer.Option("--out", help="JSON file, data/results/quality[-corpus].json; - for stdout.")
@@ -209,6 +211,7 @@ def bench_quality(
             k=k,
             neighbours=neighbours,
             chunk_size=chunk_size,
+            neighbour_kv=bool(neighbour_kv),
             embedder=embedder,
             out=out_,
             plot=plot,

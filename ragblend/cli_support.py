@@ -51,6 +51,14 @@ RemoteCodeOption = Annotated[bool | None, typer.Option("--trust-remote-code", he
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KOption = Annotated[int | None, typer.Option("-k", help="Chunks retrieved per question.")]
 NeighboursOption = Annotated[int | None, typer.Option("--neighbours", help="Chunks added around each hit.")]
+NeighbourKvOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--neighbour-kv/--no-neighbour-kv",
+        help="Also keep each chunk's KV as computed behind the chunk before it: twice the store, closer to full "
+        "prefill where `ask --neighbours` brings both.",
+    ),
+]
 OrderOption = Annotated[str | None, typer.Option("--order", help="Chunks by 'score' or in 'document' order.")]
 ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, prefix or reuse.")]
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute: auto, cacheblend, ...")]

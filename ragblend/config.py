@@ -32,6 +32,7 @@ class Settings:
     eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
     quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
     chunk_size: int = 512  # tokens of the LLM's own tokenizer
+    neighbour_kv: bool = False  # ingest: also keep each chunk's KV as computed behind the chunk before it
     k: int = 6  # chunks retrieved per question
     neighbours: int = 0  # chunks added before and after each hit, from the same document
     order: str = "score"  # score, or document: hits in reading order

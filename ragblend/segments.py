@@ -38,7 +38,8 @@ _ENTRY_CHARACTERS = 64  # what an entry costs beside its text, so that many shor
 class Chunk:
     """A reusable piece of a document: the unit of retrieval and of stored KV.
 
-    `text` is `document[start:end]` of the document named by `source`, character for character.
+    `text` is `document[start:end]` of the document named by `source`, character for character. `behind`, for
+    precomputing: the text of the chunk before it, which its KV is to have seen; None is alone.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Chunk:
     start: int = 0
     end: int = -1  # -1 at construction means start + len(text)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    behind: str | None = None
 
     def __post_init__(self) -> None:
         if self.end < 0:
@@ -417,6 +419,10 @@ class Segmenter:
     def chunk_ids(self, chunk: Part) -> tuple[int, ...]:
         """The one id sequence of a chunk, template included: the same in every prompt."""
         return tuple(itertools.chain.from_iterable(map(self._ids, self.format.chunk_pieces(_as_chunk(chunk)))))
+
+    def context_ids(self, chunk: Part) -> tuple[int, ...]:
+        """What a chunk is precomputed behind, after the prefix: the ids of the chunk it names in `behind`, or ()."""
+        return self.chunk_ids(chunk.behind) if isinstance(chunk, Chunk) and chunk.behind else ()
 
     def chunk_frame(self, chunk: Part) -> tuple[int, int]:
         """How many of the chunk's ids its template puts before its text, and how many behind it."""

@@ -16,8 +16,10 @@ from ragblend.precompute import (
     disk_store,
     ingest,
     open_engine_index,
+    pin_document,
     precompute_documents,
     remove_document,
+    with_neighbours,
 )
 from ragblend.segments import Chunk
 
@@ -150,6 +152,29 @@ def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engin
         assert engine.is_stored(fox)
         assert remove_document(sources["fox.txt"], engine, index) == (1, 1)
     assert not engine.is_stored(fox)
+
+
+def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engine, tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "long.txt").write_text("\n\n".join(f"Bob Fox number {n} lives in Norburg and plays." for n in range(5)))
+    (folder / "other.txt").write_text(TEXTS["fox.txt"])
+    options = {"chunk_size": 16, "embedder": "hashing", "neighbour_kv": True}
+    report = ingest(folder, engine, tmp_path / "index", **options)
+    assert (report.num_chunks, report.num_new_kv) == (6, 6 + 4)
+    assert ingest(folder, engine, tmp_path / "index", **options).num_new_kv == 0
+    with open_index(tmp_path / "index") as index:
+        source = str(folder / "long.txt")
+        chunks = list(index.chunks(source))
+        prompt = SegmentedPrompt(chunks[1:4], "Where does Bob Fox live?")
+        hits = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
+        assert [chunk.behind_neighbour for chunk in hits] == [False, True, True]
+        assert pin_document(source, engine, index) == (5, 5)
+        pinned = disk_store(engine).pins()[source]
+        assert set(pinned) == {engine.key(chunk) for chunk in with_neighbours(chunks)}
+        assert len(pinned) == 9
+        assert remove_document(source, engine, index) == (5, 9)
+        assert len(list(engine.store.keys())) == 1
 
 
 def test_precompute_documents_takes_what_frameworks_hand_over(engine):

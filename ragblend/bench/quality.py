@@ -244,6 +244,7 @@ def bench_quality(
     k: int | None,
     neighbours: int | None,
     chunk_size: int,
+    neighbour_kv: bool,
     embedder: str | None,
     out: Path | None,
     plot: Path | None,
@@ -270,6 +271,7 @@ def bench_quality(
             "k": k,
             "neighbours": neighbours,
             "chunk_size": chunk_size,
+            "neighbour_kv": neighbour_kv,
             "embedder": embedder,
         }
         facts = bench_corpus(CorpusConfig(**_not_none(shared | given)), echo, progress)

@@ -69,6 +69,7 @@ class CorpusConfig:
     k: int = 3
     neighbours: int = 1
     chunk_size: int = 112  # tokens: one paragraph of the sample corpus, with its title, and never two
+    neighbour_kv: bool = False  # also keep each chunk's KV as computed behind the chunk before it
     embedder: str | None = None  # None is what `ragblend ingest` takes
     rules: tuple[str, ...] = ("auto",)
     ratios: tuple[float, ...] = (DEFAULT_RATIO,)
@@ -96,6 +97,7 @@ class CorpusConfig:
         words = ["ragblend", "bench", "quality", "--model", self.model, "--corpus", str(self.corpus)]
         words += ["--num-questions", str(self.num_questions), "-k", str(self.k), "--neighbours", str(self.neighbours)]
         words += ["--chunk-size", str(self.chunk_size), *(["--embedder", self.embedder] if self.embedder else [])]
+        words += ["--neighbour-kv"] if self.neighbour_kv else []
         words += ["--rules", ",".join(self.rules), "--ratios", ",".join(f"{ratio:g}" for ratio in self.ratios)]
         return shlex.join([*words, "--seed", str(self.seed)])
 
@@ -171,7 +173,15 @@ def run_corpus(config: CorpusConfig, progress: Progress | None = None) -> Corpus
             load_engine(config.model, folder / "kv", dtype="float32", on_miss="inline", new_model=True) as engine,
             open_engine_index(folder / "index", engine, config.embedder, config.chunk_size) as index,
         ):
-            ingest(config.corpus, engine, index, chunk_size=config.chunk_size, glob="*.md", progress=progress)
+            ingest(
+                config.corpus,
+                engine,
+                index,
+                chunk_size=config.chunk_size,
+                glob="*.md",
+                neighbour_kv=config.neighbour_kv,
+                progress=progress,
+            )
             chosen = configurations(config.rules, config.ratios)
             records = _answer_all(engine, index, questions, chosen, config, tell)
             rows = [row for (where, c), found in records.items() for row in rows_of(c, found, where)]

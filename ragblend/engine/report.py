@@ -23,6 +23,7 @@ class ChunkReport:
     prefix_match: PrefixMatch | None = None
     exact: bool = False
     num_recomputed_tokens: int = 0
+    behind_neighbour: bool = False  # its KV was computed behind the chunk before it, not alone
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Unpack
@@ -18,6 +18,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
 from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
@@ -25,7 +26,7 @@ from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, dtype_name
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import KVStore
-from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
+from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode
 from ragblend.engine.selection import (
     DEFAULT_RATIO,
     FALLBACK,
@@ -82,6 +83,7 @@ class TransformersEngine:
         self.system = system
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
         self._backfill = Backfill(self._precompute) if on_miss == "store" else None
@@ -106,8 +108,10 @@ class TransformersEngine:
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
-        return self._precompute(self.segmenter.chunk_ids(chunk))
+        """Prefill one chunk behind the default prefix, alone or behind the chunk that it names in `behind`, and store
+        its slice. Bytes stored; 0 if it was there.
+        """
+        return self._precompute(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
@@ -120,10 +124,11 @@ class TransformersEngine:
 
     def key(self, chunk: Part) -> str:
         """The key of the chunk's KV behind the default prefix."""
-        return self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk))
+        context = self.default_prefix_ids + self.segmenter.context_ids(chunk)
+        return self._key(context, self.segmenter.chunk_ids(chunk))
 
-    def _precompute(self, token_ids: tuple[int, ...]) -> int:
-        prefix_ids = self.default_prefix_ids
+    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        prefix_ids = self.default_prefix_ids + neighbour
         key = self._key(prefix_ids, token_ids)
         if not token_ids or self.store.contains(key):
             return 0
@@ -135,6 +140,9 @@ class TransformersEngine:
         with self._lock:
             kv = prefill_chunk(self.layers, self._prefix(prefix_ids), header)
         self.store.put(kv)
+        if neighbour and not self.finds_neighbours:
+            note_neighbours(self.store)
+            self.finds_neighbours = True
         return kv.nbytes
 
     # -- answering
@@ -201,9 +209,8 @@ class TransformersEngine:
         damaged: set[str] = set()
         if request.mode not in ("full", "prefix") and isinstance(self.store, FetchesAhead):
             # Before the lock: while a remote tier sends this request's chunks, another request computes.
-            segments = [segment for segment in request.prompt.chunk_segments if segment.token_ids]
-            prefixes = dict.fromkeys((request.prompt.prefix_ids, self.default_prefix_ids))
-            self.store.fetch_ahead([self._key(ids, segment.token_ids) for segment in segments for ids in prefixes])
+            chunks = [found for found in self._contexts(request.prompt) if found[0].token_ids]
+            self.store.fetch_ahead([self._key(ids, chunk.token_ids) for chunk, behind in chunks for ids, *_ in behind])
         while True:
             try:
                 with self._lock, torch.inference_mode():
@@ -291,27 +298,29 @@ class TransformersEngine:
         self._prefixes.move_to_end(prefix_ids)
         return known
 
-    def _lookup(
-        self, request: Request, num_resident: int, damaged: set[str]
-    ) -> dict[int, tuple[Placement, PrefixMatch]]:
-        """Stored chunks by prompt position. The prompt's exact prefix is tried first, then the default prefix."""
-        prefix_ids = request.prompt.prefix_ids
-        found: dict[int, tuple[Placement, PrefixMatch]] = {}
-        for segment in request.prompt.chunk_segments:
+    def _lookup(self, request: Request, num_resident: int, damaged: set[str]) -> dict[int, tuple[Placement, Context]]:
+        """Stored chunks by prompt position, each from the best context that it is stored behind."""
+        found: dict[int, tuple[Placement, Context]] = {}
+        for segment, candidates in self._contexts(request.prompt):
             if segment.start < num_resident:
                 continue
-            behind_prefix = segment.start == len(prefix_ids)
-            for candidate in dict.fromkeys((prefix_ids, self.default_prefix_ids)):
-                match: PrefixMatch = "exact" if candidate == prefix_ids else "approximate"
-                exact = match == "exact" and behind_prefix
-                if request.mode == "prefix" and not exact:
+            for context in candidates:
+                if request.mode == "prefix" and not context.exact:
                     continue
-                key = self._key(candidate, segment.token_ids)
+                key = self._key(context.token_ids, segment.token_ids)
                 kv = self.store.get(key, segment.token_ids) if key not in damaged else None
                 if kv is not None:
-                    found[segment.start] = (Placement(kv, segment.start, exact), match)
+                    found[segment.start] = (Placement(kv, segment.start, context.exact), context)
                     break
         return found
+
+    def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
+        """The chunks of `prompt`, and what to look for each behind, the best first."""
+        token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
+        starts = {segment.end: segment.start for segment in prompt.chunk_segments} if self.finds_neighbours else {}
+        for segment in prompt.chunk_segments:
+            before = starts.get(segment.start)
+            yield segment, contexts(token_ids, segment.start, before, num_prefix, self.default_prefix_ids)
 
     def _plan(self, request: Request, placements: Sequence[Placement], num_resident: int) -> FusePlan:
         """What to fuse by which rule. A default rule whose probe does not pay gives way to one without."""
@@ -353,7 +362,7 @@ class TransformersEngine:
         report: BlendReport,
         request: Request,
         plan: FusePlan,
-        hits: dict[int, tuple[Placement, PrefixMatch]],
+        hits: dict[int, tuple[Placement, Context]],
         result: Fused,
         num_resident: int,
     ) -> None:
@@ -371,8 +380,9 @@ class TransformersEngine:
                     _source(segment),
                     segment.num_tokens,
                     hit=hit is not None or resident,
-                    prefix_match=hit[1] if hit else "exact" if resident else None,
+                    prefix_match=hit[1].match if hit else "exact" if resident else None,
                     exact=hit[0].exact if hit else resident,
+                    behind_neighbour=hit is not None and hit[1].has_neighbour,
                     num_recomputed_tokens=inside,
                 )
             )

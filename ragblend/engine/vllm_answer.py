@@ -193,15 +193,17 @@ class VllmBase(ABC):
 
     def key(self, chunk: Part) -> str:
         """The key of the chunk's KV behind the default prefix."""
-        return self._key(self.segmenter.chunk_ids(chunk))
+        return self._key(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Have one chunk prefilled alone, behind the default prefix, and stored. Bytes stored; 0 if it was there."""
-        return self._precompute(self.segmenter.chunk_ids(chunk))
+        """Have one chunk prefilled behind the default prefix, alone or behind the chunk that it names in `behind`,
+        and stored. Bytes stored; 0 if it was there.
+        """
+        return self._precompute(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, in order, several on their way at once."""
@@ -215,14 +217,14 @@ class VllmBase(ABC):
         """Drop the chunk's KV behind the default prefix; whether it was stored."""
         return self.store.delete(self.key(chunk))
 
-    def _key(self, token_ids: Sequence[int]) -> str:
-        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace)
+    def _key(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
+        return chunk_key(self.fingerprint, self.default_prefix_ids + neighbour, token_ids, self.namespace)
 
-    def _precompute(self, token_ids: tuple[int, ...]) -> int:
-        key = self._key(token_ids)
+    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        key = self._key(token_ids, neighbour)
         if not token_ids or self.store.contains(key):
             return 0
-        prefix = self.default_prefix_ids
+        prefix = self.default_prefix_ids + neighbour
         self._check_length(len(prefix) + len(token_ids) + 2, "chunk")
         segments = [Segment("prefix", prefix, 0)] if prefix else []
         segments.append(Segment("chunk", token_ids, len(prefix)))

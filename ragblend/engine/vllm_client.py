@@ -325,13 +325,13 @@ class VllmClient(VllmBase):
             body["kv_transfer_params"] = request.kv_transfer_params
         return body
 
-    def _precompute(self, token_ids: tuple[int, ...]) -> int:
+    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
         if not self.blends:
             raise RagblendError(
                 f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
-        return super()._precompute(token_ids)
+        return super()._precompute(token_ids, neighbour)
 
     def close(self) -> None:
         """Finish background work and free the sockets."""
