@@ -71,10 +71,10 @@ def ingest(
 
     chunk_size: most tokens per chunk, in the engine's own tokenizer. `splitter` cuts instead
     (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). `neighbour_kv` also keeps each chunk's KV as computed
-    behind the chunk before it: twice the store and more than twice the prefill, for answers closer to full prefill
-    where retrieval brings both. Files that are no text are listed in `report.failures` and skipped. Raises
-    EmptyCorpusError when nothing at all could be read, StoreFullError before prefilling when the forecast does not fit
-    the disk, StoreMismatchError for another model's index.
+    behind the chunk before it: twice the prefill and the store, for answers closer to full prefill where retrieval
+    brings both. Files that are no text are listed in `report.failures` and skipped. Raises EmptyCorpusError when
+    nothing at all could be read, StoreFullError before prefilling when the forecast does not fit the disk,
+    StoreMismatchError for another model's index.
     """
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)

@@ -138,7 +138,8 @@ class TransformersEngine:
             key, self.fingerprint, prefix_ids, token_ids, self.layers.num_layers, dtype, namespace=self.namespace
         )
         with self._lock:
-            kv = prefill_chunk(self.layers, self._prefix(prefix_ids), header)
+            context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
+            kv = prefill_chunk(self.layers, context, header)
         self.store.put(kv)
         if neighbour and not self.finds_neighbours:
             note_neighbours(self.store)
@@ -297,6 +298,22 @@ class TransformersEngine:
                 self._prefixes.popitem(last=False)
         self._prefixes.move_to_end(prefix_ids)
         return known
+
+    def _behind(self, neighbour: tuple[int, ...]) -> FusedKV:
+        """KV of the default prefix and a chunk behind it: where that chunk is stored, exact and nearly for nothing."""
+        prefix_ids = self.default_prefix_ids
+        kv = self.store.get(self._key(prefix_ids, neighbour), neighbour)
+        if kv is None:
+            return self._prefix(prefix_ids + neighbour)
+        prefix = self._prefix(prefix_ids)
+        fused = FusedKV.allocate(self.layers.kv_shapes, prefix.length + len(neighbour), self.layers.like)
+        fused.copy_front(prefix, prefix.length)
+        placed = (Placement(kv, prefix.length, exact=True),)
+        ids = self._ids(prefix_ids + neighbour)
+        plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, wants_logits=False)
+        with LayerLoader(placed, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device) as loader:
+            fuse(self.layers, plan, fused, loader)
+        return fused
 
     def _lookup(self, request: Request, num_resident: int, damaged: set[str]) -> dict[int, tuple[Placement, Context]]:
         """Stored chunks by prompt position, each from the best context that it is stored behind."""
