@@ -98,11 +98,21 @@ class FusePlan:
     checks: tuple[Check, ...]  # see selection.schedule
     num_resident: int = 0
     seed: int = 0
-    wants_logits: bool = True  # False: only the KV is wanted, and the last token is like any other
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up deviations where each rank has some of the heads
+    num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
     probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
     question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
     separators: Tensor | None = None  # [T] bool, template tokens of the chunks
+
+    @property
+    def end(self) -> int:
+        """Position after the last token that is fused."""
+        return len(self.token_ids) if self.num_fused is None else self.num_fused
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the last token is computed for its logits; otherwise only KV is wanted, and it is like any other."""
+        return self.num_fused is None
 
     @property
     def num_queries(self) -> int:
@@ -126,7 +136,7 @@ class Fused:
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
     fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
-    probe_s: float = 0.0  # seconds until the question's attention was known, waiting for its layers included
+    probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, what the probe found
 
 
@@ -149,7 +159,7 @@ def fuse_steps(
 ) -> Generator[int, None, Fused]:
     """`fuse`, a layer at a time, for callers with other work in between: yields the rows that each layer ran."""
     known = _candidates(plan)
-    probe = _probe(model, plan, fused, layers, known) if _wants_probe(model, plan, known) else None
+    probe = (yield from _probe(model, plan, fused, layers, known)) if _wants_probe(model, plan, known) else None
     active = _active_rows(plan, known)
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
@@ -158,13 +168,13 @@ def fuse_steps(
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
         layers.wait(layer)  # stored KV of this layer is now in `fused`
-        cost = 0.0 if probe is None else float(probe.rows_at(layer))
+        asked, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
         if layer in checks and bool(known.mask[active].any()):
             kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
             hidden, active = hidden[kept], active[kept]
-            cost += num_measured * model.kv_share
-            fixed_cost = fixed_cost or cost
-        rows_per_layer.append(int(known.mask[active].sum()) + cost)
+            measured = num_measured * model.kv_share
+            fixed_cost = fixed_cost or asked + measured
+        rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:
             hidden = _run_first_layer(model, fused, hidden, active, known, probe)
         elif len(active) and layer < last_layer:
@@ -175,8 +185,8 @@ def fuse_steps(
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
                 hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
-        yield len(active) + int(cost)
-    fused.length = len(plan.token_ids)
+        yield len(active) + int(measured)
+    fused.length = plan.end
     return Fused(
         model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
         active[known.mask[active]],
@@ -235,14 +245,17 @@ def _fresh_rows(plan: FusePlan) -> Tensor:
 class _Probe(NamedTuple):
     """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
 
-    rows: Tensor  # positions [F]
-    hidden: Tensor  # [F, hidden size] after layer 0
+    num_rows: int
+    num_fused: int  # of them, those that are fused later
+    hidden: Tensor  # [num_fused, hidden size] after layer 0
     last_layer: int
     seconds: float
 
-    def rows_at(self, layer: int) -> int:
-        """Token-layers that the probe adds at `layer`; none at layer 0, whose output is used again."""
-        return len(self.rows) if 0 < layer <= self.last_layer else 0
+    def extra_rows(self, layer: int) -> int:
+        """Token-layers that the probe adds at `layer`: at layer 0, whose output is kept, those only asked."""
+        if layer == 0:
+            return self.num_rows - self.num_fused
+        return self.num_rows if layer <= self.last_layer else 0
 
 
 def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
@@ -252,31 +265,41 @@ def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
     return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(known.mask.any())
 
 
-def _probe(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known) -> _Probe:
+def _probe(
+    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known
+) -> Generator[int, None, _Probe]:
     """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
 
     Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
     main pass replaces it.
     """
-    start_s = perf_counter()
     rows = _fresh_rows(plan).nonzero().flatten()
     hidden = first = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
+    seconds = 0.0
     for layer in range(plan.probe_layers[-1] + 1):
+        start_s = perf_counter()
         layers.wait(layer)
-        if layer in plan.probe_layers:
 
-            def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
-                known.queries[layer] = queries.last(plan.num_queries)
-                masses.append(attention_mass(known.queries[layer], keys))
+        def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+            known.queries[layer] = queries.last(plan.num_queries)
+            masses.append(attention_mass(known.queries[layer], keys))
 
-            hidden = model.run_layer_watched(layer, hidden, rows, fused, watch)
-        else:
-            hidden = model.run_layer(layer, hidden, rows, fused)
+        hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:
-            first = hidden
-    known.attention = torch.stack(masses).mean(0)
-    return _Probe(rows, first, plan.probe_layers[-1], perf_counter() - start_s)
+            first = hidden[rows < plan.end]
+        seconds += perf_counter() - start_s
+        yield len(rows)
+    known.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
+    return _Probe(len(rows), len(first), first, plan.probe_layers[-1], seconds)
+
+
+def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
+    """Every rank has as many of the heads, so their shares count alike."""
+    if plan.sum_over_ranks is None:
+        return shares
+    summed = plan.sum_over_ranks(torch.cat((shares, shares.new_ones(1))))
+    return summed[:-1] / summed[-1]
 
 
 def _run_first_layer(
@@ -284,10 +307,11 @@ def _run_first_layer(
 ) -> Tensor:
     """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
     stale = known.mask[active]
+    output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
     if bool(stale.any()):
-        hidden[stale] = model.run_layer(0, hidden[stale], active[stale], fused)
-    hidden[~stale] = probe.hidden
-    return hidden
+        output[stale] = model.run_layer(0, hidden[stale], active[stale], fused)
+    output[~stale] = probe.hidden
+    return output
 
 
 # -- the choice
@@ -296,6 +320,7 @@ def _run_first_layer(
 def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
     """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
     active = _fresh_rows(plan)
+    active[plan.end :] = False
     first = plan.checks[0]
     rows = known.mask.nonzero().flatten()
     count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
@@ -343,7 +368,8 @@ def _check(
     if layer in known.queries:
         length = len(plan.token_ids)
         stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
-        evidence = replace(evidence, effect=repair_effect(known.queries[layer], stale, rows, fresh))
+        effect = repair_effect(known.queries[layer], stale, rows, fresh)
+        evidence = replace(evidence, effect=effect if plan.sum_over_ranks is None else plan.sum_over_ranks(effect))
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True

@@ -74,7 +74,10 @@ class ByteStore(Protocol):
 
 
 class FusedLayers(Protocol):
-    """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order."""
+    """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order.
+
+    `keys` and `values` are asked for at the layers where a plan probes or checks, the latest that was waited for.
+    """
 
     length: int  # rows that are valid in every layer
 
@@ -95,7 +98,7 @@ class LayerSource(Protocol):
 
 Watch = Callable[[Queries, Tensor], None]
 """Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
-before the layer's output exists; the queries may be kept, the keys may not."""
+once; the queries may be kept, the keys may not."""
 
 
 class LayerwiseModel(Protocol):
@@ -114,9 +117,9 @@ class LayerwiseModel(Protocol):
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor: ...
-    def run_layer_watched(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch
-    ) -> Tensor: ...  # `run_layer`, whose queries and keys `watch` sees
+    def run_layer_ahead(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    ) -> Tensor: ...  # `run_layer` for rows that may be asked only; `watch` sees their queries and the keys
     def run_layer_keeping_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
     ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]

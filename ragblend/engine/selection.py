@@ -143,18 +143,12 @@ AUTO = "repair"
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
 
 
-def find_rule(name: str, *, can_ask: bool = True) -> Rule:
-    """The rule of that name; "auto" is the default rule.
-
-    can_ask: whether the backend can run the question ahead. Where it cannot, "auto" is FALLBACK, and a rule that needs
-    it is refused.
-    """
-    name = (AUTO if can_ask else FALLBACK) if name == "auto" else name
-    known = {known: rule for known, rule in RULES.items() if can_ask or not rule.needs_attention}
-    if name not in known:
-        why = " is not offered by this backend" if name in RULES else " is unknown"
-        raise UsageError(f"rule {name!r}{why}; choose auto or one of {', '.join(known)}")
-    return known[name]
+def find_rule(name: str) -> Rule:
+    """The rule of that name; "auto" is the default rule."""
+    name = AUTO if name == "auto" else name
+    if name not in RULES:
+        raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
+    return RULES[name]
 
 
 def gradual_schedule(ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
@@ -256,6 +250,33 @@ def probe_pays(
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidate_share * num_chunk_tokens) * checks[0].layer
     return num_fresh * layers[-1] <= saved + checks[0].ratio * num_chunk_tokens * num_layers
+
+
+class Choice(NamedTuple):
+    """How one prompt's tokens are chosen."""
+
+    rule: Rule
+    checks: tuple[Check, ...]
+    probe_layers: tuple[int, ...]
+
+
+def settle(
+    name: str,
+    ratio: float,
+    num_layers: int,
+    *,
+    num_fresh: int,
+    num_candidates: int,
+    num_chunk_tokens: int,
+    checks: Sequence[Check] | None = None,
+) -> Choice:
+    """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay."""
+    rule = find_rule(name)
+    chosen = schedule(rule, ratio, num_layers, checks)
+    if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
+        rule = find_rule(FALLBACK)
+        chosen = schedule(rule, ratio, num_layers, checks)
+    return Choice(rule, chosen, probe_layers(rule, chosen, num_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

@@ -29,16 +29,15 @@ from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode
 from ragblend.engine.selection import (
     DEFAULT_RATIO,
-    FALLBACK,
     RULES,
     Check,
+    Choice,
     charged_budget,
     charged_budget_at,
     check_ratio,
     find_rule,
-    probe_layers,
-    probe_pays,
     schedule,
+    settle,
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
@@ -341,27 +340,27 @@ class TransformersEngine:
 
     def _plan(self, request: Request, placements: Sequence[Placement], num_resident: int) -> FusePlan:
         """What to fuse by which rule. A default rule whose probe does not pay gives way to one without."""
-        prompt, num_layers = request.prompt, self.layers.num_layers
-        rule = find_rule(request.rule)
-        checks: tuple[Check, ...] = _NO_RECOMPUTE
+        prompt = request.prompt
+        choice = Choice(find_rule(request.rule), _NO_RECOMPUTE, ())
         if request.mode == "blend":
-            checks = schedule(rule, request.ratio, num_layers, request.checks)
-            num_candidates = sum(placement.kv.header.num_tokens for placement in placements if not placement.exact)
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
-            num_fresh = prompt.num_tokens - num_resident - num_stored
-            if request.rule == "auto" and not probe_pays(
-                rule, checks, num_fresh, num_candidates, num_stored, num_layers
-            ):
-                rule = find_rule(FALLBACK)
-                checks = schedule(rule, request.ratio, num_layers, request.checks)
+            choice = settle(
+                request.rule,
+                request.ratio,
+                self.layers.num_layers,
+                num_fresh=prompt.num_tokens - num_resident - num_stored,
+                num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
+                num_chunk_tokens=num_stored,
+                checks=request.checks,
+            )
         return FusePlan(
             self._ids(prompt.token_ids),
             tuple(placements),
-            rule,
-            checks,
+            choice.rule,
+            choice.checks,
             num_resident,
             seed=request.sampling.seed or 0,
-            probe_layers=probe_layers(rule, checks, num_layers),
+            probe_layers=choice.probe_layers,
             question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
             separators=self._separators(prompt),
         )

@@ -16,17 +16,13 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ragblend.engine.attention import Queries
+from ragblend.engine.attention import Queries, attend_rows
 from ragblend.engine.kv import LayerKV
 from ragblend.engine.protocols import FusedLayers, Watch
 from ragblend.engine.rope import exact_context, rotate
 from ragblend.errors import UnsupportedModelError
 
 ATTENTION = "ragblend"
-
-# Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
-# attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
-BLOCK_ROWS = 64
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
 # request to the next, each is as large as the rows it covers of the tables in `_rope`.
@@ -36,34 +32,6 @@ _WAY_OUT = (
     "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
     "Qwen2, Qwen3, Phi-3, Gemma and their relatives"
 )
-
-
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
-
-    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i]. Returns [1, Hq, R, D].
-    """
-    firsts, lasts = rows[::BLOCK_ROWS], torch.cat((rows[BLOCK_ROWS - 1 : -1 : BLOCK_ROWS], rows[-1:]))
-    outputs = []
-    for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
-        start, end = block * BLOCK_ROWS, last + 1
-        mask = None
-        if last > first:  # a single row sees all keys up to its own position: no mask
-            block_rows = rows[start : start + BLOCK_ROWS, None]
-            mask = query.new_zeros(len(block_rows), end)
-            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` are seen by all
-            mask[:, first + 1 :].masked_fill_(hidden, -torch.inf)
-        outputs.append(
-            nn.functional.scaled_dot_product_attention(
-                query[:, :, start : start + BLOCK_ROWS],
-                keys[:, :, :end],
-                values[:, :, :end],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )
-        )
-    return torch.cat(outputs, dim=2)
 
 
 def _attention(
@@ -197,11 +165,13 @@ class TransformersLayers:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
         return self._run(layer, hidden, rows, fused)
 
-    def run_layer_watched(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch) -> Tensor:
+    def run_layer_ahead(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
         return self._run(layer, hidden, rows, fused, blend_watch=watch)
 
-    def _run(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, **watch: Watch) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, **watch: Watch | None) -> Tensor:
         turns = self._turns_of(rows)
         embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
         output = self._layers[layer](

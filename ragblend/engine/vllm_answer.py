@@ -281,7 +281,7 @@ class VllmBase(ABC):
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
-        find_rule(rule, can_ask=False)
+        find_rule(rule)
         ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
@@ -289,7 +289,7 @@ class VllmBase(ABC):
         StopScanner(stops)  # refuses an empty stop string
         return VllmRequest(
             tokenized,
-            BlendParams(mode, rule, ratio, _spans(tokenized), self.namespace, seed or 0),
+            BlendParams(mode, rule, ratio, _spans(tokenized), self.namespace, seed or 0, _template(tokenized)),
             min(max_tokens, self.context_length - tokenized.num_tokens),
             Sampling(temperature, top_p, seed),
             stops,
@@ -338,6 +338,10 @@ def _spans(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
     return tuple((segment.start, segment.end) for segment in prompt.chunk_segments)
 
 
+def _template(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.num_lead, segment.num_tail) for segment in prompt.chunk_segments)
+
+
 def _source(segment: Segment) -> str:
     return segment.chunk.source if segment.chunk is not None else ""
 
@@ -375,6 +379,7 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
         "load_s",
         "stall_s",
         "fuse_s",
+        "probe_s",
     ):
         setattr(report, name, getattr(facts, name))
     if len(facts.prefix_match) == len(report.chunks):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        find_rule(self.rule, can_ask=False)
+        find_rule(self.rule)
         for name in ("memory_gib", "slice_tokens", "max_runs"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 0 or more")
@@ -225,15 +225,18 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self.config.separator_ids or request.prompt_token_ids is None:
             return None
         spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
-        return BlendParams(spans=spans, namespace=self.config.namespace) if spans else None
+        # An end marker tells that separators open the chunks and belong to them.
+        lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
+        template = ((lead, 0),) * len(spans)
+        return BlendParams(spans=spans, namespace=self.config.namespace, template=template) if spans else None
 
     def _plan(self, request: Any, params: BlendParams) -> _Asked:
         ids = request.prompt_token_ids
         if ids is None:
             raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
         params.check_length(len(ids))
-        rule = find_rule(self.config.rule if params.rule == "auto" else params.rule, can_ask=False)
-        params = BlendParams(params.mode, rule.name, params.ratio, params.spans, params.namespace, params.seed)
+        params = replace(params, rule=self.config.rule if params.rule == "auto" else params.rule)
+        rule = find_rule(params.rule)
         blends = params.mode == "blend"
         report = VllmReport(params.mode, rule.name if blends else "none", self._ratio(params) if blends else 0.0)
         report.num_chunks = len(params.spans)
@@ -293,7 +296,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 request.request_id,
                 asked.params,
                 self._ratio(asked.params),
-                tuple(request.prompt_token_ids[: asked.end]),
+                tuple(request.prompt_token_ids),
+                asked.end,
                 asked.stored,
                 tuple(blocks.get_block_ids()[0]),
                 self.fingerprint,

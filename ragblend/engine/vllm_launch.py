@@ -142,7 +142,7 @@ def transfer_config(
     if memory_gib is not None:
         extra["memory_gib"] = memory_gib
     if rule is not None:
-        extra["rule"] = find_rule(rule, can_ask=False).name if rule != "auto" else "auto"
+        extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
         extra["ratio"] = check_ratio(ratio)
     declared = getattr(segmenter.format, "chunk_prefix", "")

@@ -6,6 +6,9 @@ backend for batches of varying lengths then applies precisely the causal mask, w
 cache is never indexed, its layout differs between devices and releases: keys and values are written by the backend's
 own `do_kv_cache_update`, and only what is needed again is kept aside.
 
+The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
+layer's attention is ours (`attention.attend_rows`), and the self-check compares the two.
+
 `hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
 output and the residual, so that a sum is rounded exactly where vLLM rounds it.
 """
@@ -13,19 +16,20 @@ output and the residual, so that a sum is rounded exactly where vLLM rounds it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ragblend.engine.attention import Queries, attend_rows
 from ragblend.engine.fusor import FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, dtype_name
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import Watch
-from ragblend.engine.selection import RULES, Check
-from ragblend.engine.vllm_support import refuse_kv_groups
+from ragblend.engine.selection import RULES, Check, probe_layers
+from ragblend.engine.vllm_support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
 
 # Largest deviation of the self-check, as a share of the largest value; see self_check.TOLERANCE.
@@ -74,6 +78,7 @@ class VllmLayers:
                     f"vLLM's attention backend {type(found[0].impl).__name__} offers no do_kv_cache_update; choose "
                     "another with --attention-backend, such as FLASH_ATTN"
                 )
+            refuse_bent_attention(found[0].impl)
             self._attention.append(found[0])
         self._names = [attention.layer_name for attention in self._attention]
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -136,9 +141,17 @@ class VllmLayers:
         outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def run_layer_watched(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch) -> Tensor:
-        """Not offered: the question is vLLM's to compute, and has no blocks yet while its context is fused."""
-        raise NotImplementedError("the connector does not run the question ahead; find_rule(..., can_ask=False)")
+    def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
+        """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
+        outputs, queries = [], []
+        for part, places in zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True):
+            with self._attending_over(layer, places, fused) as seen, self._context(len(part)):
+                outputs.append(self._call(layer, places, part))
+            queries += seen
+        if watch is not None:
+            scale = self._attention[layer].impl.scale
+            watch(Queries(torch.cat(queries, 1), rows, scale), fused.keys(layer)[:, : int(rows[-1]) + 1])
+        return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
@@ -151,7 +164,7 @@ class VllmLayers:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Not offered: vLLM itself computes the question, and samples."""
-        raise NotImplementedError("the connector leaves the last token to vLLM; fuse with wants_logits=False")
+        raise NotImplementedError("the connector leaves the last token to vLLM; give the plan a num_fused")
 
     # -- the paged cache
 
@@ -204,15 +217,20 @@ class VllmLayers:
 
     # -- helpers
 
-    def _run(self, layer: int, hidden: Tensor, piece: _Piece) -> Tensor:
+    def _context(self, num_tokens: int, piece: _Piece | None = None) -> AbstractContextManager[None]:
+        """What vLLM's layers look up while they run; without a `piece` there is no paged cache for them."""
         from vllm.forward_context import set_forward_context
 
-        with set_forward_context(
-            dict.fromkeys(self._names, piece.metadata),
+        context: AbstractContextManager[None] = set_forward_context(
+            dict.fromkeys(self._names, piece.metadata) if piece is not None else None,
             self._vllm_config,
-            num_tokens=len(hidden),
-            slot_mapping=dict.fromkeys(self._names, piece.slots),
-        ):
+            num_tokens=num_tokens,
+            slot_mapping=dict.fromkeys(self._names, piece.slots) if piece is not None else None,
+        )
+        return context
+
+    def _run(self, layer: int, hidden: Tensor, piece: _Piece) -> Tensor:
+        with self._context(len(hidden), piece):
             return self._call(layer, piece.positions, hidden)
 
     def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -223,14 +241,7 @@ class VllmLayers:
 
     def forward(self, token_ids: Tensor, piece: _Piece) -> Tensor:
         """vLLM's own uncompiled forward over consecutive tokens: normed output [R, hidden size], to compare with."""
-        from vllm.forward_context import set_forward_context
-
-        with set_forward_context(
-            dict.fromkeys(self._names, piece.metadata),
-            self._vllm_config,
-            num_tokens=len(token_ids),
-            slot_mapping=dict.fromkeys(self._names, piece.slots),
-        ):
+        with self._context(len(token_ids), piece):
             output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
         return output
 
@@ -262,6 +273,24 @@ class VllmLayers:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def _attending_over(self, layer: int, rows: Tensor, fused: Any) -> Iterator[list[Tensor]]:
+        """The layer's attention gives its rows' KV to `fused` and reads there; filled with queries [Hq, R, D]."""
+        attention, seen = self._attention[layer], []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
+            fused.write(layer, rows, *self._as_heads(layer, key, value))
+            states = query.reshape(len(rows), attention.num_heads, attention.head_size).transpose(0, 1)
+            seen.append(states)
+            kept = fused.keys(layer)[None], fused.values(layer)[None]
+            return attend_rows(states[None], *kept, rows, attention.impl.scale)[0].transpose(0, 1).flatten(1)
+
+        attention.forward = attend  # on the instance, so before the class's own
+        try:
+            yield seen
+        finally:
+            del attention.forward
 
     def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
         """[R, H * D] each, to [H, R, D]."""
@@ -325,47 +354,67 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
 class PagedKV:
     """FusedLayers over one request's blocks. `length` rows are valid.
 
-    What is written cannot be read back, so the placed KV of the layers in `kept` stays at hand until the next layer.
+    What is written to blocks cannot be read back, so in the layers in `kept` what is placed or written stays at hand
+    until the next of them: [H, capacity, D] of keys and of values. `num_behind` rows behind the `num_rows` that have
+    blocks are only asked: they stand nowhere else.
     """
 
-    def __init__(self, layers: VllmLayers, block_ids: Sequence[int], capacity: int, kept: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        layers: VllmLayers,
+        block_ids: Sequence[int],
+        num_rows: int,
+        kept: Collection[int] = (),
+        num_behind: int = 0,
+    ) -> None:
         self.length = 0
         self._layers = layers
         self._blocks = torch.tensor(block_ids, dtype=torch.int64, device=layers.device)
-        self._capacity = capacity
+        self._num_rows, self._capacity = num_rows, num_rows + num_behind
         self._kept = frozenset(kept)
         self._at_hand: dict[int, LayerKV] = {}
         self._last: tuple[Tensor, list[_Piece]] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Placed stored keys [H, capacity, D] of a kept layer, valid at stored rows; empty for other layers."""
+        """Keys [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
         return self._at_hand[layer].keys if layer in self._at_hand else self._nothing
 
     def values(self, layer: int) -> Tensor:
-        """Placed stored values [H, capacity, D] of a kept layer, valid at stored rows; empty for other layers."""
+        """Values [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
         return self._at_hand[layer].values if layer in self._at_hand else self._nothing
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rotated `keys` and `values` [H, R, D] at `rows` [R]."""
+        """Put rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
+        if layer in self._at_hand:
+            self._at_hand[layer].keys[:, rows] = keys
+            self._at_hand[layer].values[:, rows] = values
+        if self._capacity > self._num_rows:
+            count = int((rows < self._num_rows).sum())
+            rows, keys, values = rows[:count], keys[:, :count], values[:, :count]
+        if not len(rows):
+            return
         slots = self._blocks[rows // self._layers.block_size] * self._layers.block_size
         self._layers.write(layer, slots + rows % self._layers.block_size, keys, values)
 
     def place(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
-        """Put stored (pre-RoPE) KV [H, R, D] of one chunk at `rows` [R], and keep it at hand where it is compared."""
+        """Put stored (pre-RoPE) KV [H, R, D] of one chunk at `rows` [R], and keep it at hand where it is read."""
         keys, values = (tensor.to(self._layers.device, non_blocking=True) for tensor in stored)
         keys = self._layers.place_keys(layer, keys, rows)
-        self.write(layer, rows, keys, values)
-        if layer not in self._kept:
-            return
-        if layer not in self._at_hand:
+        if layer in self._kept and layer not in self._at_hand:
             self._at_hand.clear()
             heads, _, dim = keys.shape
             self._at_hand[layer] = LayerKV(
                 keys.new_zeros(heads, self._capacity, dim), values.new_zeros(heads, self._capacity, values.shape[2])
             )
-        self._at_hand[layer].keys[:, rows] = keys
-        self._at_hand[layer].values[:, rows] = values
+        self.write(layer, rows, keys, values)
+
+    def place_all(self, placement: Placement) -> None:
+        """Put every layer of one chunk in its place; the rows up to its end are valid then."""
+        rows = torch.arange(placement.start, placement.end, device=self._layers.device)
+        for layer in range(self._layers.num_layers):
+            self.place(layer, rows, placement.kv.layer(layer))
+        self.length = placement.end
 
     def pieces(self, rows: Tensor) -> list[_Piece]:
         """`rows` ready to be run; remembered, because most layers run the same rows as the one before."""
@@ -451,7 +500,8 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
     """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Before any request: uses blocks 1...
 
     A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
-    recomputing scattered tokens over exact KV changes nothing. Judged by what the tokens after them come out as.
+    recomputing scattered tokens over exact KV changes nothing. Judged by what the tokens after them come out as. And
+    those tokens come out the same when they are asked ahead, without blocks.
     """
     total = _PREFIX + _CHUNKS * _CHUNK + _QUESTION
     needed = -(-total // layers.block_size)
@@ -475,8 +525,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     def header(start: int, end: int) -> KVHeader:
         return KVHeader("check", "check", (), tuple(ids[start:end].tolist()), layers.num_layers, dtype)
 
-    def paged(length: int = 0, kept: Collection[int] = ()) -> PagedKV:
-        made = PagedKV(layers, blocks, total, kept)
+    def paged(length: int = 0) -> PagedKV:
+        made = PagedKV(layers, blocks, total)
         made.length = length
         return made
 
@@ -487,21 +537,34 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         return layers.norm(hidden)[-_QUESTION:]
 
     def blended(plan: FusePlan) -> Tensor:
-        target = paged(kept={check.layer for check in plan.checks})
-        with PagedSource(plan.placements, layers, target) as source:
+        target = PagedKV(layers, blocks, context, range(layers.num_layers), _QUESTION)
+        with PagedSource((prefix, *plan.placements), layers, target) as source:
             fuse(layers, plan, target, source)
         return outcome(question)
 
+    def asked(placement: Placement) -> Tensor:
+        target = PagedKV(layers, blocks, context, range(layers.num_layers), _QUESTION)
+        hidden = layers.embed(ids[question])
+        with PagedSource((prefix, placement), layers, target) as source:
+            for layer in range(layers.num_layers):
+                source.wait(layer)
+                hidden = layers.run_layer_ahead(layer, hidden, question, target, None)
+        return layers.norm(hidden)
+
     full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().pieces(everything)])
     expected = full[-_QUESTION:]
-    prefill_chunk(layers, paged(), header(0, _PREFIX))  # leaves the prefix in place
+    prefix = Placement(prefill_chunk(layers, paged(), header(0, _PREFIX)), 0, exact=True)  # stays in place
     places = range(_PREFIX, context, _CHUNK)
     chunks = [Placement(prefill_chunk(layers, paged(_PREFIX), header(at, at + _CHUNK)), at, False) for at in places]
     sums = layers.sum_over_ranks
-    first, rest = chunks[0]._replace(exact=True), ids[:context]
+    first = chunks[0]._replace(exact=True)
 
-    def plan(placements: Sequence[Placement], rule: str, check: Check) -> FusePlan:
-        return FusePlan(rest, tuple(placements), RULES[rule], (check,), _PREFIX, 0, False, sums)
+    def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
+        rule = RULES[name]
+        read = probe_layers(rule, (check,), layers.num_layers)
+        return FusePlan(
+            ids, tuple(placements), rule, (check,), _PREFIX, num_fused=context, sum_over_ranks=sums, probe_layers=read
+        )
 
     gates = {
         "a chunk behind its prefix": blended(plan([first], "cacheblend", Check(1, 0.0))),
@@ -510,7 +573,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     exact = prefill_chunk(layers, paged(_PREFIX), header(_PREFIX, context))
     whole = Placement(exact, _PREFIX, False)
     gates["scattered tokens over exact KV"] = blended(plan([whole], "random", Check(0, 0.5)))
-    gates["probing over exact KV"] = blended(plan([whole], "cacheblend_k", Check(1, 0.3)))
+    gates["probing over exact KV"] = blended(plan([whole], "repair", Check(1, 0.3)))
+    gates["the question asked ahead"] = asked(whole)
     return {gate: _error(found, expected) for gate, found in gates.items()}
 
 

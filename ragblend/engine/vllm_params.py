@@ -3,11 +3,13 @@
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
     request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [516, 990]],
-               "namespace": "", "seed": 0}
-    response  {"version": 1, "mode": "blend", "rule": "cacheblend_k", "ratio": 0.15, "num_chunks": 2, ...}: VllmReport
+               "template": [[1, 0], [1, 0]], "namespace": "", "seed": 0}
+    response  {"version": 1, "mode": "blend", "rule": "repair", "ratio": 0.15, "num_chunks": 2, ...}: VllmReport
 
-`spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix. Keys are
-never sent: the connector computes them from the ids. All fields but `mode` and `spans` have defaults.
+`spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix, those
+behind the last the question. Keys are never sent: the connector computes them from the ids. `template` says how many
+tokens at the front and at the end of each span are the chunks' template and not their text; rules that ask the question
+recompute those last. All fields but `mode` and `spans` have defaults.
 
 - "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
@@ -42,6 +44,7 @@ class BlendParams:
     spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
+    template: tuple[tuple[int, int], ...] = ()  # per span, its template's tokens at the front and at the end; (): none
     version: int = PARAMS_VERSION
 
     def __post_init__(self) -> None:
@@ -61,6 +64,11 @@ class BlendParams:
         for (_, end), (start, _) in pairwise(self.spans):
             if start < end:
                 raise UsageError(f"a span starts at {start}, before the one in front of it ends at {end}")
+        if self.template and len(self.template) != len(self.spans):
+            raise UsageError(f"template has {len(self.template)} entries for {len(self.spans)} spans; send one each")
+        for margin, (start, end) in zip(self.template, self.spans, strict=False):
+            if len(margin) != 2 or not all(map(_is_int, margin)) or min(margin) < 0 or sum(margin) > end - start:
+                raise UsageError(f"template {margin!r} is not [tokens in front, tokens at the end] of [{start}, {end})")
         if self.mode == "ingest" and len(self.spans) != 1:
             raise UsageError(f"mode 'ingest' takes exactly one span, {len(self.spans)} given")
 
@@ -73,7 +81,16 @@ class BlendParams:
 
     def as_dict(self) -> dict[str, Any]:
         """The value of `kv_transfer_params["ragblend"]`, plain JSON values."""
-        return {**asdict(self), "spans": [list(span) for span in self.spans]}
+        lists = {name: [list(pair) for pair in getattr(self, name)] for name in ("spans", "template")}
+        return {**asdict(self), **lists}
+
+    @property
+    def separators(self) -> tuple[int, ...]:
+        """Positions of template tokens."""
+        found: list[int] = []
+        for (lead, tail), (start, end) in zip(self.template, self.spans, strict=False):
+            found += [*range(start, start + lead), *range(end - tail, end)]
+        return tuple(found)
 
 
 def parse_params(raw: object) -> BlendParams:
@@ -88,10 +105,11 @@ def parse_params(raw: object) -> BlendParams:
     if unknown:
         raise UsageError(f"unknown ragblend parameters: {', '.join(unknown)}")
     values = dict(raw)
-    spans = values.get("spans", ())
-    if not _is_list(spans) or not all(map(_is_list, spans)):
-        raise UsageError(f"spans are {spans!r}; send a list of [start, end) pairs of token positions")
-    values["spans"] = tuple(tuple(span) for span in spans)
+    for name, what in (("spans", "[start, end) pairs of token positions"), ("template", "pairs of token counts")):
+        pairs = values.get(name, ())
+        if not _is_list(pairs) or not all(map(_is_list, pairs)):
+            raise UsageError(f"{name} is {pairs!r}; send a list of {what}")
+        values[name] = tuple(tuple(pair) for pair in pairs)
     return BlendParams(**values)
 
 
@@ -113,6 +131,7 @@ class VllmReport:
     load_s: float = 0.0  # reading and placing stored KV
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0  # computing, waiting for turns between slices left out
+    probe_s: float = 0.0  # the part of it, and of stall_s, that went into what the question attends to
     prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
     refused_reason: str | None = None  # why the request was served by ordinary prefill
     version: int = PARAMS_VERSION

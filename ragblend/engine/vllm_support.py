@@ -125,5 +125,15 @@ def refuse_kv_groups(kv_cache_config: Any) -> None:
         )
 
 
+def refuse_bent_attention(impl: Any) -> None:
+    """Raise UnsupportedModelError unless vLLM's attention is a plain softmax: the question is asked by our own."""
+    bends = {"ALiBi slopes": "alibi_slopes", "attention sinks": "sinks"}
+    found = [what for what, name in bends.items() if getattr(impl, name, None) is not None]
+    if getattr(impl, "logits_soft_cap", None):  # 0 in some backends, where there is none
+        found.append("a soft cap")
+    if found:
+        raise UnsupportedModelError(f"its attention has {' and '.join(found)}, which ragblend lacks. {_WAY_OUT}")
+
+
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from ragblend.engine.fusor import Fused, FusePlan, Placement, fuse_steps, prefil
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import PrefixMatch
-from ragblend.engine.selection import Check, charged_budget, charged_budget_at, find_rule, schedule
+from ragblend.engine.selection import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
 from ragblend.engine.vllm_layers import PagedKV, PagedSource, VllmLayers
 from ragblend.engine.vllm_params import BlendParams, VllmReport
 from ragblend.errors import DamagedEntryError
@@ -44,12 +44,13 @@ class StoredSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request's work: fill positions [0, len(token_ids)) of its blocks; for "ingest", store the span as well."""
+    """One request's work: fill positions [0, end) of its blocks; for "ingest", store the span as well."""
 
     request_id: str
     params: BlendParams
     ratio: float
-    token_ids: tuple[int, ...]  # of the context only; what follows is vLLM's
+    token_ids: tuple[int, ...]  # the whole prompt
+    end: int  # of the context; the tokens from here on are vLLM's to compute
     stored: tuple[StoredSpan, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
@@ -144,28 +145,21 @@ class BlendWorker:
 
     def _blend(self, job: Job) -> _Steps:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
-        params, layers = job.params, self.layers
-        reuse = params.mode != "blend"
-        rule = find_rule(params.rule, can_ask=False)
-        checks = _NO_RECOMPUTE if reuse else schedule(rule, job.ratio, layers.num_layers)
-        num_resident = yield from self._resident(job)
+        reuse = job.params.mode != "blend"
+        prefix = yield from self._prefix(job)
         damaged: set[str] = set()
         while True:
-            placements = self._lookup(job, damaged)
-            paged = PagedKV(layers, job.block_ids, len(job.token_ids), {check.layer for check in checks})
-            paged.length = num_resident
-            ids = torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device)
-            sums = layers.sum_over_ranks if layers.num_ranks > 1 else None
-            plan = FusePlan(ids, placements, rule, checks, num_resident, params.seed, False, sums)
+            plan = self._plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
+            paged = self._paged(job, plan)
             try:
-                with PagedSource(placements, layers, paged) as source:
-                    result = yield from fuse_steps(layers, plan, paged, source)
+                with PagedSource((*prefix, *plan.placements), self.layers, paged) as source:
+                    result = yield from fuse_steps(self.layers, plan, paged, source)
                 break
             except DamagedEntryError as error:
                 log.warning("%s; blending request %s without it", error, job.request_id)
                 damaged.add(error.key)
-        report = VllmReport(params.mode, "none" if reuse else rule.name, 0.0 if reuse else job.ratio)
-        report.load_s, report.stall_s = source.load_s, source.stall_s
+        report = VllmReport(job.params.mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
+        report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
         report.num_damaged_entries = len(damaged)
         _count(report, job, plan, result)
         return report
@@ -174,8 +168,9 @@ class BlendWorker:
         """Compute the span behind the ids before it, as ingestion everywhere does, and have it stored."""
         layers, namespace = self.layers, job.params.namespace
         start, end = job.params.spans[0]
-        paged = PagedKV(layers, job.block_ids, len(job.token_ids))
-        paged.length = yield from self._resident(job)
+        paged = PagedKV(layers, job.block_ids, job.end)
+        for placement in (yield from self._prefix(job)):
+            paged.place_all(placement)
         header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.all_heads(layer) for layer in kv.layers))
@@ -201,25 +196,59 @@ class BlendWorker:
 
     # -- their parts
 
-    def _resident(self, job: Job) -> Generator[int, None, int]:
-        """Put the prefix's exact KV into the request's first blocks: computed once, then kept in memory. Its length."""
+    def _plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
+        """What to fuse by which rule, as transformers_engine does."""
+        params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
+        choice = Choice(find_rule(params.rule), _NO_RECOMPUTE, ())
+        if params.mode == "blend":
+            num_stored = sum(placement.kv.header.num_tokens for placement in placements)
+            choice = settle(
+                params.rule,
+                job.ratio,
+                layers.num_layers,
+                num_fresh=num_tokens - num_resident - num_stored,
+                num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
+                num_chunk_tokens=num_stored,
+            )
+        separators = torch.zeros(num_tokens, dtype=torch.bool)
+        separators[list(params.separators)] = True
+        question_start = params.spans[-1][1]
+        return FusePlan(
+            torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
+            placements,
+            choice.rule,
+            choice.checks,
+            num_resident,
+            seed=params.seed,
+            num_fused=job.end,
+            sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
+            probe_layers=choice.probe_layers,
+            question_start=question_start if question_start < num_tokens else None,
+            separators=separators.to(layers.device),
+        )
+
+    def _paged(self, job: Job, plan: FusePlan) -> PagedKV:
+        """The request's blocks, and what the plan reads of some layers at hand."""
+        kept = {check.layer for check in plan.checks}
+        if not plan.probe_layers:
+            return PagedKV(self.layers, job.block_ids, job.end, kept)
+        kept.update(range(plan.probe_layers[-1] + 1))
+        return PagedKV(self.layers, job.block_ids, job.end, kept, len(job.token_ids) - job.end)
+
+    def _prefix(self, job: Job) -> Generator[int, None, tuple[Placement, ...]]:
+        """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
         prefix_ids = job.prefix_ids
         if not prefix_ids:
-            return 0
-        paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
+            return ()
         known = self._prefixes.get(prefix_ids)
         if known is None:
-            header = self._header(job, (), prefix_ids, "")
-            known = yield from prefill_chunk_steps(self.layers, paged, header)
+            paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
+            known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
             self._prefixes[prefix_ids] = known
             if len(self._prefixes) > _PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
-        else:
-            rows = torch.arange(len(prefix_ids), device=self.layers.device)
-            for index in range(self.layers.num_layers):
-                paged.place(index, rows, known.layer(index))
         self._prefixes.move_to_end(prefix_ids)
-        return len(prefix_ids)
+        return (Placement(known, 0, exact=True),)
 
     def _lookup(self, job: Job, damaged: set[str]) -> tuple[Placement, ...]:
         """The stored chunks that are still there, with this rank's heads."""

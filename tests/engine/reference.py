@@ -138,11 +138,13 @@ class Reference:
         narrow: float = 1.0,
         avoid: Sequence[int] = (),
         read: Sequence[int] = (1,),
+        question: int | None = None,
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
         `deviation`: v, k; or, asking the question at the layers `read`, attention, attention_k, repair. Then only the
-        share `narrow` of the stored tokens, the most attended, runs up to the check. `avoid`: chosen last.
+        share `narrow` of the stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question
+        starts at `question`, or behind the last stored token.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -172,7 +174,7 @@ class Reference:
             end = max(
                 end for end, span in zip(accumulate(len(s.ids) for s in spans), spans, strict=True) if span.stored
             )
-            queries = list(range(min(end, last), len(ids)))
+            queries = list(range(min(end if question is None else question, last), len(ids)))
             asked, seen = self.ask(
                 ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read)
             )

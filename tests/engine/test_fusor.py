@@ -15,11 +15,12 @@ from reference import Reference, Span, gradual_shares
 from torch import Tensor
 from transformers import DynamicCache
 
+from ragblend.engine.attention import BLOCK_ROWS, attend_rows
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.selection import RULES, Check, probe_layers, schedule
-from ragblend.engine.transformers_layers import BLOCK_ROWS, TransformersLayers, attend_rows
+from ragblend.engine.transformers_layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
@@ -110,6 +111,7 @@ def blend(
     checks: tuple[Check, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
     separators: Sequence[int] = (),
+    **plan_fields: Any,
 ) -> Outcome:
     """Fuse `prompt`: its prefix resident, its chunks stored behind the prefix, the first one exact."""
     placements = [
@@ -133,6 +135,7 @@ def blend(
         len(prompt.prefix),
         probe_layers=probe_layers(RULES[rule], schedule_, layers.num_layers),
         separators=template,
+        **plan_fields,
     )
     with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
         result = fuse(layers, plan, fused, loader)
@@ -361,6 +364,38 @@ def test_template_tokens_are_chosen_only_when_nothing_else_is_left(rule, tiny_la
     many = blend(tiny_layers("llama"), prompt, 0.45, rule, separators=separators).recomputed
     assert len(many) == 34
     assert len(set(many) & set(separators)) == 34 - (candidates - 20)
+
+
+@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention", "cacheblend"])
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tiny_layers):
+    layers, prompt = tiny_layers("qwen3"), make_prompt(27, (12, 20, 9, 15))
+    if hole:
+        prompt.spans[2] = ("missing", prompt.spans[2][1])
+    end = len(prompt.ids) - QUESTION
+    whole, asked = blend(layers, prompt, 0.15, rule), blend(layers, prompt, 0.15, rule, num_fused=end)
+    assert asked.recomputed == whole.recomputed != []
+    assert (asked.fused.length, asked.logits.numel()) == (end, 0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(asked.fused.keys(layer)[:, :end], whole.fused.keys(layer)[:, :end])
+        torch.testing.assert_close(asked.fused.values(layer)[:, :end], whole.fused.values(layer)[:, :end])
+    if rule == "cacheblend":  # nothing is asked, so nothing is run behind the end
+        assert asked.fused.keys(0)[:, end:].isnan().all()
+        assert asked.result.rows_per_layer == whole.result.rows_per_layer
+    else:
+        torch.testing.assert_close(asked.result.attention, whole.result.attention)
+        rows = whole.result.rows_per_layer
+        # Layer 0 of the question is run again by whoever computes it.
+        assert asked.result.rows_per_layer == pytest.approx([rows[0] + QUESTION, *rows[1:]])
+
+
+@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
+def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(rule, tiny_layers):
+    layers, prompt = tiny_layers("llama"), make_prompt(28)
+    alone, three = (blend(layers, prompt, 0.15, rule, sum_over_ranks=sums) for sums in (None, lambda each: 3 * each))
+    assert three.recomputed == alone.recomputed
+    torch.testing.assert_close(three.result.attention, alone.result.attention)
+    assert float(three.result.attention.sum()) == pytest.approx(1)
 
 
 def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):

@@ -27,9 +27,10 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    params = BlendParams("reuse", "first_k", 0.2, ((3, 9), (9, 20)), "team", 4)
+    params = BlendParams("reuse", "first_k", 0.2, ((3, 9), (9, 20)), "team", 4, ((2, 0), (1, 3)))
     assert parse_params(json.loads(json.dumps(params.as_dict()))) == params
     assert parse_params({}) == BlendParams()
+    assert params.separators == (3, 4, 9, 17, 18, 19)
 
 
 def test_a_report_survives_json_and_newer_fields():
@@ -42,7 +43,14 @@ def test_a_report_survives_json_and_newer_fields():
 
 @given(raw=anything)
 def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
-    for sent in (raw, {"spans": raw}, {"mode": raw}, {"ratio": raw}, {"rule": raw, "spans": [[0, raw]]}):
+    for sent in (
+        raw,
+        {"spans": raw},
+        {"mode": raw},
+        {"ratio": raw},
+        {"rule": raw, "spans": [[0, raw]]},
+        {"template": raw, "spans": [[0, 5]]},
+    ):
         try:
             parse_params(sent).check_length(10)
         except UsageError:
@@ -59,6 +67,9 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"spans": [[4, 4]]}, r"\(4, 4\)"),
         ({"spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest"}, "exactly one span"),
+        ({"spans": [[0, 5], [5, 9]], "template": [[1, 0]]}, "1 entries for 2 spans"),
+        ({"spans": [[0, 5]], "template": [[3, 3]]}, r"\(3, 3\)"),
+        ({"spans": [[0, 5]], "template": [[-1, 0]]}, r"\(-1, 0\)"),
         ({"key": "abc"}, "key"),
     ],
 )

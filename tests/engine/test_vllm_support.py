@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm_support import check_version, refusals, refuse_kv_groups, refuse_unsupported
+from ragblend.engine.vllm_support import (
+    check_version,
+    refusals,
+    refuse_bent_attention,
+    refuse_kv_groups,
+    refuse_unsupported,
+)
 from ragblend.errors import RagblendError, UnsupportedModelError
 
 
@@ -77,6 +83,17 @@ def test_a_refusal_says_why_and_what_to_do(refused, reason):
 def test_every_reason_is_named():
     both = config({"sliding_window": 512}, parallel={"pipeline_parallel_size": 2})
     assert len(refusals(both)) == 2
+
+
+def test_attention_that_is_no_plain_softmax_is_refused():
+    plain = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
+    refuse_bent_attention(SimpleNamespace(**plain))
+    refuse_bent_attention(SimpleNamespace(scale=0.5))
+    slopes = torch.ones(4)
+    for bend, named in (("logits_soft_cap", "soft cap"), ("alibi_slopes", "ALiBi"), ("sinks", "sinks")):
+        bent = SimpleNamespace(**{**plain, bend: 30.0 if bend == "logits_soft_cap" else slopes})
+        with pytest.raises(UnsupportedModelError, match=named):
+            refuse_bent_attention(bent)
 
 
 def test_more_than_one_kind_of_cache_is_refused():

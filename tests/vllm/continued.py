@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from reference import Blended, Reference, Span
 from torch import Tensor
+
+ASKING = {"repair": (1,), "attention_k": (1,), "attention": (1, 2, 3, 4)}
+"""Rules that ask the question, and where in a model of six layers they read the answer."""
 
 
 class Continued(Reference):
@@ -23,10 +27,24 @@ class Continued(Reference):
             self._alone[key] = super().alone(behind, ids)
         return self._alone[key]
 
-    def blended(self, parts: list[Span], ratio: float, rule: str, selected: list[int]) -> Blended:
-        """Blend at `ratio`; a rule without deviation is told the selection, which its own tests check."""
+    def blended(
+        self,
+        parts: list[Span],
+        ratio: float,
+        rule: str,
+        selected: list[int],
+        question: int | None = None,
+        avoid: Sequence[int] = (),
+    ) -> Blended:
+        """Blend at `ratio`; a rule without deviation is told the selection, which its own tests check.
+
+        Rules that ask: the question starts at `question`, template tokens `avoid` are chosen last.
+        """
         if rule == "first_k":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
+        elif rule in ASKING:
+            shares, read = {0 if rule == "attention" else 1: ratio}, ASKING[rule]
+            result = self.blend(parts, shares, rule, 0.4, avoid, read, question)
         else:
             result = self.blend(parts, {1: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result

@@ -13,7 +13,7 @@ from harness import ask, ask_all, engine, ingest, random_ids, recorded_selection
 from reference import Span
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
-RULES = ("cacheblend", "cacheblend_k", "first_k")
+RULES = ("cacheblend", "cacheblend_k", "first_k", "auto", "attention_k", "attention")
 PREFIX, CHUNKS, QUESTION, STEPS = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
 MISSING, GAP = random_ids(33, 5), random_ids(7, 6)
 TOLERANCE = 1e-3  # of log-probabilities, float32
@@ -26,6 +26,11 @@ class Prompt:
     ids: list[int]
     spans: list[list[int]]
     parts: list[Span]
+
+    @property
+    def template(self) -> list[int]:
+        """Positions of template tokens: two in front of each chunk and one at its end."""
+        return [place for start, end in self.spans for place in (start, start + 1, end - 1)]
 
 
 def plain_prompt() -> Prompt:
@@ -63,7 +68,8 @@ def build(pieces: list[tuple[str, list[int]]]) -> Prompt:
 
 
 def blend_params(prompt: Prompt, ratio: float, rule: str = "cacheblend") -> dict[str, Any]:
-    return {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans}
+    template = [[2, 1] for _ in prompt.spans]
+    return {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans, "template": template}
 
 
 @pytest.fixture(scope="module", params=["llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"])
@@ -81,7 +87,7 @@ def served(
 def assert_like_reference(output: Any, prompt: Prompt, reference: Continued, selected: list[int], case: Any) -> None:
     """Same selection, same choice at every step, log-probabilities within TOLERANCE."""
     ratio, rule = case
-    expected = reference.blended(prompt.parts, ratio, rule, selected)
+    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.spans[-1][1], prompt.template)
     if rule != "first_k" and ratio > 0:
         assert selected == expected.selected
     answer, worst = tokens(output), 0.0
@@ -114,7 +120,9 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, sto
                 with recorded_selections() as selections:
                     output = ask(llm, prompt.ids, blend_params(prompt, ratio, rule), STEPS)
                 assert report(output)["num_chunk_hits"] == 3
-                assert_like_reference(output, prompt, reference, selections[-1], (ratio, rule))
+                rule_run = report(output)["rule"]
+                assert rule_run == ("repair" if rule == "auto" else rule)
+                assert_like_reference(output, prompt, reference, selections[-1], (ratio, rule_run))
 
 
 def test_stale_chunks_do_change_the_answer(served):

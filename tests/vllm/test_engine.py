@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import recorded_selections
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.report import MODES
+from ragblend.engine.selection import RULES
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.maintenance import examine_vllm
@@ -23,6 +25,7 @@ A, B, C = (
     "The company has its main office in Wesstad. The firm sells knives.",
     "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
 )
+MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
 QUESTION = "Where does George Keller live?"
 PROMPT = SegmentedPrompt([A, B, C], QUESTION)
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
@@ -51,12 +54,28 @@ def reference(store: Path, engine: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, reference: Any, mode: Any) -> None:
-    ours, theirs = (each.generate(PROMPT, mode=mode, rule="cacheblend_k", max_tokens=8) for each in (engine, reference))
+    ours, theirs = (each.generate(PROMPT, mode=mode, max_tokens=8) for each in (engine, reference))
     assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
     assert ours.text == "Kinport"
     if mode in ("blend", "reuse"):
         assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 3
+        assert ours.report.rule == theirs.report.rule
         assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+
+
+@pytest.mark.parametrize("rule", ["auto", *RULES])
+@pytest.mark.parametrize("chunks", [(A, B, C), (C, MISSING, A, B), (B, C, A, MISSING)], ids=["all", "hole", "behind"])
+def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
+    engine: Any, reference: Any, rule: str, chunks: tuple[str, ...]
+) -> None:
+    prompt = SegmentedPrompt(list(chunks), QUESTION)
+    for ratio in (0.05, 0.15, 0.5):
+        with recorded_selections() as selections:
+            ours = engine.generate(prompt, rule=rule, recompute_ratio=ratio, max_tokens=4)
+        theirs = reference.prefill(reference.request(prompt, rule=rule, recompute_ratio=ratio))
+        assert ours.report.num_chunk_hits == 3
+        assert selections == [sorted(theirs.recomputed.tolist())]
+        assert (ours.report.rule, ours.report.probe_s > 0) == (theirs.report.rule, theirs.report.probe_s > 0)
 
 
 def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: Any) -> None:

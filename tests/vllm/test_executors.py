@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from continued import Continued
-from harness import ask, engine, ingest, random_ids, report, tokens
+from harness import ask, engine, free_blocks, ingest, random_ids, recorded_selections, report, tokens
 from reference import Span
 
 from ragblend.engine.disk import DiskStore
@@ -27,14 +27,20 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     assert tokens(whole) == tokens(ask(llm, IDS))
     parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
     reference = Continued(stock("llama"))
-    for rule, ratio in (("cacheblend", 0.0), ("cacheblend", 0.15), ("cacheblend_k", 0.15), ("cacheblend", 0.5)):
-        output = ask(llm, IDS, {"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS})
-        reference.blended(parts, ratio, rule, [])
-        answer = tokens(output)
-        for step, logprobs in enumerate(output.outputs[0].logprobs):
-            truth = reference.logprobs(step, answer)
-            for token, entry in logprobs.items():
-                assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
+    for rule in ("cacheblend", "cacheblend_k", "repair", "attention_k", "attention"):
+        for ratio in (0.0, 0.05, 0.15, 0.5):
+            output = ask(llm, IDS, {"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS})
+            expected = reference.blended(parts, ratio, rule, [])
+            assert report(output)["num_recomputed_tokens"] == len(expected.selected)
+            assert_close(output, reference)
+
+
+def assert_close(output: Any, reference: Continued) -> None:
+    answer = tokens(output)
+    for step, logprobs in enumerate(output.outputs[0].logprobs):
+        truth = reference.logprobs(step, answer)
+        for token, entry in logprobs.items():
+            assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
 
 
 def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path):
@@ -56,3 +62,30 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
 def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
     with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
         assert_exact(llm, stock)
+
+
+@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_a_long_question_in_chunks_of_a_prefill(
+    scheduling, caching, checkpoint: Callable[[str], Path], stock, tmp_path
+):
+    """What is asked ahead is longer than a batch, so it is cut, and vLLM computes it in several steps afterwards."""
+    options = {"max_num_batched_tokens": 256, "async_scheduling": scheduling, "enable_prefix_caching": caching}
+    unstored = random_ids(290, 9)
+    ids = [*IDS[:-9], *unstored, *QUESTION]
+    parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS)]
+    parts += [Span(unstored), Span(QUESTION)]
+    spans = [*SPANS, [181, 471]]
+    reference = Continued(stock("llama"))
+    with engine(checkpoint("llama"), tmp_path, {"slice_tokens": 30}, skip_tokenizer_init=True, **options) as llm:
+        assert_exact(llm, stock)
+        free = free_blocks(llm)
+        for rule in ("repair", "attention"):
+            with recorded_selections() as selections:
+                output = ask(llm, ids, {"mode": "blend", "rule": rule, "ratio": 0.15, "spans": spans})
+            assert selections == [reference.blended(parts, 0.15, rule, [], 471).selected]
+            assert_close(output, reference)
+        # The default rule weighs what asking costs, and here it is more than it brings.
+        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == "cacheblend_k"
+        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == "repair"
+        assert free_blocks(llm) == free

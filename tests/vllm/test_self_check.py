@@ -29,6 +29,20 @@ def one_request(layers: VllmLayers, rows: Any, blocks: Any) -> Any:
     return [layers._piece(slice(0, len(rows)), [(0, len(rows))], rows, blocks)]
 
 
+def earlier_question(layers: VllmLayers, *args: Any) -> Any:
+    layer, hidden, rows, *rest = args
+    return VllmLayers.run_layer_ahead(layers, layer, hidden, rows - 1, *rest)
+
+
+def unscaled(layers: VllmLayers, *args: Any) -> Any:
+    impl = layers._attention[args[0]].impl
+    scale, impl.scale = impl.scale, 1.0  # only while the question is asked
+    try:
+        return VllmLayers.run_layer_ahead(layers, *args)
+    finally:
+        impl.scale = scale
+
+
 def nothing(*args: Any) -> None:
     """Stored KV that never gets into the cache."""
 
@@ -38,7 +52,8 @@ def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path]
         layers = connector_worker().layers
         self_check(layers, 300, 100, "it")
         breakages = {"place_keys": shifted_keys, "project_kv": swapped_kv, "cut": one_request, "write": nothing}
-        for name, broken in breakages.items():
+        asked = [("run_layer_ahead", earlier_question), ("run_layer_ahead", unscaled)]
+        for name, broken in [*breakages.items(), *asked]:
             with monkeypatch.context() as patch:
                 patch.setattr(layers, name, lambda *args, broken=broken: broken(layers, *args))
                 with pytest.raises(UnsupportedModelError, match="fails the exactness check"):

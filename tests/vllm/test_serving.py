@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from harness import (
 )
 
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.vllm_layers import PagedKV
 
 PREFIX = random_ids(5, 1)
 STORED = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
@@ -57,7 +59,7 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, An
         ids, spans = prompt_of(chunks, dice.randrange(4))
         params = {
             "mode": dice.choice(["blend", "blend", "blend", "reuse"]),
-            "rule": dice.choice(["cacheblend", "cacheblend_k", "first_k"]),
+            "rule": dice.choice(["auto", "repair", "attention_k", "cacheblend", "first_k"]),
             "ratio": dice.choice([0.05, 0.15, 0.5]),
             "spans": spans,
         }
@@ -234,7 +236,7 @@ def test_aborted_requests_leak_no_block(store, checkpoint):
     from vllm import SamplingParams
 
     with engine(checkpoint("llama"), store, {"slice_tokens": 1}, skip_tokenizer_init=True) as llm:
-        core, free = llm.llm_engine, free_blocks(llm)
+        core, free, scratch = llm.llm_engine, free_blocks(llm), []
         for steps in (0, 1, 2, 5, 20):
             for index, (ids, params) in enumerate(random_requests(6, 3)):
                 extra = {"kv_transfer_params": {"ragblend": params}} if params else None
@@ -242,6 +244,7 @@ def test_aborted_requests_leak_no_block(store, checkpoint):
                 core.add_request(f"{steps}-{index}", {"prompt_token_ids": ids}, sampling)
             for _ in range(steps):
                 core.step()
+            scratch.append(len(alive(PagedKV)))
             core.abort_request([f"{steps}-{index}" for index in range(6)])
             while core.has_unfinished_requests():
                 core.step()
@@ -249,6 +252,13 @@ def test_aborted_requests_leak_no_block(store, checkpoint):
         assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
         assert free_blocks(llm) == free
         assert not connector_worker()._jobs
+        assert any(scratch)
+        assert not alive(PagedKV)  # what a question was asked over goes with its request
+
+
+def alive(kind: type) -> list[Any]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is kind]
 
 
 def test_a_blend_is_cut_into_slices(store, checkpoint):
