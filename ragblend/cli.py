@@ -58,6 +58,7 @@ from ragblend.cli_support import (
     settings_for_demo,
     settings_from,
     source_facts,
+    tier_options,
 )
 from ragblend.errors import RagblendError
 
@@ -489,6 +490,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],
     store: StoreOption = None,
+    remote: RemoteOption = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port")] = 8000,
     api_key: Annotated[
@@ -524,7 +526,7 @@ def serve(
         separator=separator,
         separator_end=separator_end,
         system=settings.system,
-        memory_gib=settings.memory_gib,
+        tiers=tier_options(settings),
         trust_remote_code=settings.trust_remote_code,
     )
     if dry_run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -77,7 +77,7 @@ class Settings:
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
     """Settings from `flags` (None values are unset), the environment and `ragblend.toml` in `directory`."""
     values = _from_file((directory or Path.cwd()) / CONFIG_FILE)
-    values.update(_from_environment(os.environ))
+    values.update(read_environment(os.environ))
     values.update({name: value for name, value in (flags or {}).items() if value is not None})
     return Settings(**values)
 
@@ -96,11 +96,12 @@ def _from_file(path: Path) -> dict[str, Any]:
     return {name: _cast(name, value, str(path)) for name, value in values.items()}
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def read_environment(environment: Mapping[str, str], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Settings that `environment` has as `RAGBLEND_NAME`: all of them, or those named."""
     values = {}
     for field in fields(Settings):
         variable = f"RAGBLEND_{field.name.upper()}"
-        if variable in environment:
+        if variable in environment and (names is None or field.name in names):
             values[field.name] = _cast(field.name, environment[variable], variable)
     return values
 

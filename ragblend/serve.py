@@ -9,11 +9,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ragblend.engine import register_model
+from ragblend.engine.remote import open_remote
 from ragblend.engine.vllm_launch import (
     LOOPBACK,
     environment,
@@ -23,6 +24,8 @@ from ragblend.engine.vllm_launch import (
     transfer_config,
 )
 from ragblend.errors import UsageError
+
+API_KEY = "VLLM_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class ServeOptions:
     separator: str | None = None
     separator_end: str | None = None
     system: str | None = None
-    memory_gib: float = 2.0
+    tiers: Mapping[str, Any] = field(default_factory=dict)  # options of `open_store`, the remote tier among them
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -54,16 +57,16 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A server about to start: its command, and what is added to its environment (the API key among it)."""
+    """A server about to start: its command, and what is added to its environment: secrets, which commands show."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
 
     def shown(self) -> str:
-        """The command as one can type it, without the API key."""
-        secret = "VLLM_API_KEY"
-        settings = [f"{name}={'...' if name == secret else value}" for name, value in self.environment.items()]
+        """The command as one can type it, without the API key and a remote's password."""
+        secrets = {name for name, value in self.environment.items() if name == API_KEY or "@" in value}
+        settings = [f"{name}={'...' if name in secrets else value}" for name, value in self.environment.items()]
         return shlex.join(["env", *settings, *self.command] if settings else self.command)
 
 
@@ -75,24 +78,32 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
     """
     if check:
         require_vllm()
+    tiers = dict(options.tiers)
+    remote = tiers.get("remote")
+    if remote is not None:
+        open_remote(remote)  # a URL that is none is refused here, not in a process of vLLM's
+        del tiers["remote"]  # it travels in the environment
     checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
     transfer = transfer_config(
         options.store,
+        tiers,
         model=options.model,
         rule=options.rule,
         ratio=options.ratio,
         separator=options.separator,
         separator_end=options.separator_end,
         system=options.system,
-        memory_gib=options.memory_gib,
         trust_remote_code=options.trust_remote_code,
     )
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if options.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
     added = environment()
+    # Not as flags: everybody on the machine can read those.
     if options.api_key:
-        added["VLLM_API_KEY"] = options.api_key  # not as a flag: everybody on the machine can read those
+        added[API_KEY] = options.api_key
+    if remote is not None:
+        added["RAGBLEND_REMOTE"] = remote  # see vllm_config.TIER_SETTINGS
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
 

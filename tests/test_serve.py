@@ -13,6 +13,7 @@ import pytest
 from ragblend import cli
 from ragblend.engine import vllm_launch
 from ragblend.engine.transformers_model import load_tokenizer
+from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
 from ragblend.engine.vllm_lmcache import launch_line
 from ragblend.errors import RagblendError, UsageError
@@ -81,6 +82,20 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
     assert "VLLM_API_KEY=..." in made.shown()
 
 
+def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+    url = "redis://:pass-word@cache:6379/0"
+    made = launch(store=str(tmp_path), tiers={"disk_gib": 3.0, "eviction": "gdsf", "remote": url})
+    config = extra(made.command)
+    assert (config["disk_gib"], config["eviction"]) == (3.0, "gdsf")
+    assert "pass-word" not in " ".join(made.command)
+    assert "pass-word" not in made.shown()
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    assert ConnectorConfig.read(config).remote == url  # as vLLM's processes read it
+    without = launch(store=str(tmp_path), tiers={"remote": None})
+    assert ConnectorConfig.read(extra(without.command)).remote is None
+
+
 @pytest.mark.parametrize(
     ("flags", "options", "named"),
     [
@@ -88,6 +103,7 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
         ((), {"ratio": 1.5}, "1.5"),
         ((), {"rule": "best"}, "best"),
         ((), {"port": 0}, "port"),
+        ((), {"tiers": {"remote": "cache:6379"}}, "cache:6379"),
         ((), {"separator": ""}, "empty"),
         ((), {"separator_end": "x"}, "--separator"),
         (("--kv-transfer-config", "{}"), {}, "--kv-transfer-config"),

@@ -525,3 +525,12 @@ def test_a_client_is_an_engine(client: VllmClient) -> None:
     methods: list[Callable[..., Any]] = [engine.generate, engine.stream, engine.precompute, engine.forget]
     assert all(map(callable, methods))
     assert (engine.name, engine.context_length, engine.bytes_per_token) == ("demo", 512, 100)
+
+
+def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script: Script, url: str) -> None:
+    defaults = {"memory_gib": 2.0, "disk_gib": 0.0, "remote": None, "eviction": "lru", "quota_gib": 0.0}
+    load_engine("demo", backend=url, **defaults).close()  # what the command line passes when nothing is set
+    for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"memory_gib": 0.0}):
+        [name] = setting
+        with pytest.raises(UsageError, match=f"RAGBLEND_{name.upper()}=... ragblend serve"):
+            load_engine("demo", backend=url, **setting)

@@ -67,7 +67,7 @@ def open_vllm(setup: VllmSetup) -> Iterator[tuple[VllmEngine, int]]:
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
         store = setup.store or Path(directory) / "kv"
         segmenter = synthetic_segmenter(vocab_size)
-        transfer = transfer_config(store, model=str(checkpoint.path), memory_gib=setup.memory_gib)
+        transfer = transfer_config(store, {"memory_gib": setup.memory_gib, "remote": None}, model=str(checkpoint.path))
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(segmenter.default_prefix_ids())
         options = {"max_model_len": min(setup.prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)}
         if not is_cuda() and not set(_MEMORY_OPTIONS) & set(setup.vllm_options):

@@ -43,6 +43,7 @@ def open_store(
     eviction: Policy = "lru",
     quota_gib: float | Mapping[str, float] = 0.0,
     create: bool = True,
+    fsync: bool = True,
 ) -> TieredStore:
     """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
 
@@ -50,7 +51,8 @@ def open_store(
     it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
     `remote_timeout_s` at most. `eviction`: "lru", or "gdsf" for what saves the most prefill per byte. `quota_gib`:
     what each namespace may hold in each local tier, or by namespace (0: no limit). Raises NotFoundError when `path`
-    does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
+    does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet. `fsync`
+    False is for a disk tier whose entries may go missing in a power cut.
     """
     from ragblend.engine.disk import DiskStore
     from ragblend.engine.remote import open_remote
@@ -62,7 +64,7 @@ def open_store(
         tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
     if path is not None:
         budget = int(disk_gib * GIB) or None
-        disk = DiskStore(path, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas)
+        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas)
         tiers.append(disk)
         for document, keys in disk.pins().items() if memory_gib > 0 else ():
             memory.pin(document, keys)
@@ -143,11 +145,13 @@ def load_engine(
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
     server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
-    and `dtype` and `device` are the server's too. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
+    and `dtype`, `device` and `tiers` are set where the server starts (UsageError here). `api_key`, `timeout` (seconds)
+    and `max_retries` are for HTTP.
     """
     if backend.startswith(("http://", "https://")):
         if dtype != "auto" or device != "auto" or vllm_options:
             raise UsageError(f"dtype, device and vllm_options are set where the server starts, not with {backend}")
+        _refuse_tiers(tiers, backend)
         asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         return _load_client(
             model, store, backend, {name: value for name, value in asked.items() if value is not None},
@@ -157,7 +161,7 @@ def load_engine(
         if device != "auto":
             raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
         return _load_vllm(
-            model, store, dtype, vllm_options or {}, tiers,
+            model, store, dtype, vllm_options or {}, {**_tier_defaults(), **tiers},
             {"system": system, "namespace": namespace, "on_miss": on_miss}, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
@@ -191,6 +195,25 @@ def load_engine(
         namespace=namespace,
         on_miss=on_miss,
     )
+
+
+def _tier_defaults() -> dict[str, Any]:
+    """What `open_store` does where StoreOptions say nothing."""
+    defaults = open_store.__kwdefaults__ or {}
+    return {name: defaults[name] for name in StoreOptions.__annotations__}
+
+
+def _refuse_tiers(tiers: StoreOptions, url: str) -> None:
+    """Raise UsageError for settings of a store that is not opened here: with `url` it is the server's."""
+    defaults = _tier_defaults()
+    changed = sorted(name for name, value in tiers.items() if value != defaults[name])
+    if changed:
+        settings = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
+        raise UsageError(
+            f"{', '.join(changed)} cannot be set here: the store is that of the server at {url}. Start that one with "
+            f"it ({settings} ragblend serve MODEL), and leave it out of this command's flags, environment and "
+            "ragblend.toml"
+        )
 
 
 def _load_client(
@@ -229,7 +252,7 @@ def _load_vllm(
     store: str | Path | KVStore | None,
     dtype: str,
     vllm_options: Mapping[str, Any],
-    tiers: StoreOptions,
+    tiers: Mapping[str, Any],
     options: dict[str, Any],
     new_model: bool,
     trust_remote_code: bool,
@@ -254,13 +277,7 @@ def _load_vllm(
         "model": checkpoint.name, "dtype": checkpoint.dtype, "num_layers": checkpoint.num_layers
     }  # fmt: skip
     register_model(root, checkpoint.fingerprint, facts, new_model)
-    transfer = transfer_config(
-        root,
-        model=model,
-        system=options["system"],
-        memory_gib=tiers.get("memory_gib"),
-        trust_remote_code=trust_remote_code,
-    )
+    transfer = transfer_config(root, tiers, model=model, system=options["system"], trust_remote_code=trust_remote_code)
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     return VllmEngine(

@@ -309,7 +309,7 @@ class TransformersEngine:
         fused.copy_front(prefix, prefix.length)
         placed = (Placement(kv, prefix.length, exact=True),)
         ids = self._ids(prefix_ids + neighbour)
-        plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, wants_logits=False)
+        plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, num_fused=len(ids))
         with LayerLoader(placed, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device) as loader:
             fuse(self.layers, plan, fused, loader)
         return fused

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.disk import DiskStore
+from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import find_checkpoint
 from ragblend.engine.vllm_params import PARAMS_KEY
-from ragblend.errors import RagblendError
+from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ def equip(app: Any) -> None:
             keys = keys_of(await request.body())
             return JSONResponse(await run_in_threadpool(answer, keys))
         except (RagblendError, OSError) as error:
-            status = 400 if getattr(error, "exit_code", 1) == 2 else 500
+            known = {UsageError: 400, BackendUnreachableError: 503}
+            status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
             return JSONResponse({"error": {"message": str(error), "code": status}}, status_code=status)
 
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
@@ -87,9 +88,10 @@ class ServedChunks:
     """The store of a vLLM, as its HTTP front end sees it."""
 
     def __init__(self, vllm_config: Any) -> None:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
-        self.store = DiskStore(Path(extra["store"]))
+        self._directory = str(Path(config.store).absolute())
+        self.store = config.open_shared()
         self._facts: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -106,15 +108,13 @@ class ServedChunks:
             "dtype": checkpoint.dtype,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
-            "store": str(self.store.root),
+            "store": self._directory,
         }
         return self._facts
 
 
 def keys_of(body: bytes) -> list[str]:
     """The keys a request names. Raises UsageError for anything else."""
-    from ragblend.errors import UsageError
-
     try:
         keys = json.loads(body)["keys"]
     except (ValueError, KeyError, TypeError) as error:

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ragblend.engine.breaker import CircuitBreaker
+from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import dtype_name
-from ragblend.engine.report import PrefixMatch
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
-from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.protocols import StoreCounters
+from ragblend.engine.remote import RemoteStore
+from ragblend.engine.selection import find_rule
+from ragblend.engine.store import TieredStore
+from ragblend.engine.vllm_config import ConnectorConfig
+from ragblend.engine.vllm_fetch import Arrival, RemoteFetch
 from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport, parse_params, spans_between
 from ragblend.engine.vllm_plugin import loaded_model, register
 from ragblend.engine.vllm_support import check_version, refuse_unsupported
@@ -46,7 +51,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
 )
 
 log = logging.getLogger(__name__)
-GIB = 1 << 30
 
 COUNTERS = {
     "requests": "Requests that asked for ragblend",
@@ -55,46 +59,15 @@ COUNTERS = {
     "chunk_misses": "Chunks without stored KV",
     "reused_tokens": "Prompt tokens whose stored KV was used as it is",
     "recomputed_tokens": "Chunk tokens whose stored KV was recomputed",
-    "damaged_entries": "Stored chunks that turned out damaged while they were read",
+    "damaged_entries": "Stored chunks that turned out damaged",
     "ingested_chunks": "Chunks computed and stored",
+    "remote_hits": "Chunks that came from the remote tier",
+    "remote_failures": "Times the remote tier failed or took too long",
+    "remote_dropped_writes": "Chunks that were stored here and not sent to the remote tier",
     "load_seconds": "Seconds spent reading and placing stored KV",
     "fuse_seconds": "Seconds spent recomputing",
 }
 """What `/metrics` counts, each as `vllm:ragblend_NAME`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorConfig:
-    """`kv_connector_extra_config`, checked at start."""
-
-    store: str = "ragblend-data/kv"
-    memory_gib: float = 2.0  # of the memory tier, per worker
-    rule: str = "auto"  # for requests that name none, and those marked by separators
-    ratio: float = DEFAULT_RATIO
-    namespace: str = ""  # for requests marked by separators
-    prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
-    separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
-    separator_end_ids: tuple[int, ...] = ()  # see vllm_params.spans_between
-    slice_tokens: int = 0  # work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens
-    max_runs: int = 0  # pseudo requests per attention call; 0: max_num_seqs, which backends size their buffers by
-    self_check: bool = True
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        find_rule(self.rule)
-        for name in ("memory_gib", "slice_tokens", "max_runs"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 or more")
-
-    @classmethod
-    def read(cls, extra: dict[str, Any]) -> ConnectorConfig:
-        """From `kv_connector_extra_config`. Raises UsageError for names it does not know."""
-        unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
-        if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
-        lists = {name: tuple(value) for name, value in extra.items() if name.endswith("_ids")}
-        return cls(**{**extra, **lists})
 
 
 @dataclass
@@ -166,6 +139,8 @@ class _Asked:
     report: VllmReport
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
+    coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
+    waited_s: float = 0.0  # for those
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -182,15 +157,25 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # The scheduler's half
         self._asked: dict[str, _Asked] = {}
         self._new_jobs: list[Job] = []
+        self._fetch: RemoteFetch | None = None
+        # Both halves'
         self._stats = BlendStats()
+        self._remote: RemoteStore | None = None
+        self._remote_seen = StoreCounters()
         # The workers' half
         self._model: Any | None = None
         self._worker: BlendWorker | None = None
+        self._through: TieredStore | None = None
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, VllmReport] = {}
         if self._is_scheduler:
-            self._disk = DiskStore(self.config.store)
+            # What the remote tier has sent is there a second time, so nothing here waits for the disk.
+            local = self.config.open_local(fsync=False)
+            self._disk = next(tier for tier in local.tiers if isinstance(tier, DiskStore))
+            self._remote = self.config.open_remote()
+            if self._remote is not None:
+                self._fetch = RemoteFetch(self._remote, self._disk, self.config.remote_timeout_s)
             self.fingerprint = model_fingerprint(model)
             self._note_model(model)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -211,11 +196,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             asked = _Asked(BlendParams("prefix"), VllmReport("prefix", refused_reason=str(error)))
         self._asked[request.request_id] = asked
         self._stats.add(requests=1, refused_requests=asked.report.refused_reason is not None)
-        if asked.end or asked.params.mode == "full":
-            # Blended KV is approximate: nobody else may find it by its token ids, and "full" shall find nothing.
-            request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
+        if asked.params.mode == "full":
+            _hide_from_prefix_cache(request)
+        elif asked.report.refused_reason is None:
+            self._start(request, asked)
 
     def _params(self, request: Any) -> BlendParams | None:
         """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
@@ -238,7 +222,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         params = replace(params, rule=self.config.rule if params.rule == "auto" else params.rule)
         rule = find_rule(params.rule)
         blends = params.mode == "blend"
-        report = VllmReport(params.mode, rule.name if blends else "none", self._ratio(params) if blends else 0.0)
+        ratio = self._ratio(params) if blends else float(params.mode == "full")
+        report = VllmReport(params.mode, rule.name if blends else "none", ratio)
         report.num_chunks = len(params.spans)
         report.prefix_match = [None] * len(params.spans)
         if params.spans:
@@ -248,40 +233,82 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return asked
         if request.skip_reading_prefix_cache:
             raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
-        asked.stored = self._lookup(ids, params)
-        if params.mode == "ingest":
-            asked.end = params.spans[0][1]
+        return asked
+
+    def _start(self, request: Any, asked: _Asked) -> None:
+        """Settle what is to be done, at once or, where chunks may come from the remote tier, after they have."""
+        if asked.params.mode == "prefix" or not asked.params.spans:
+            return
+        missing = self._missing(request.prompt_token_ids, asked.params) if self._fetch is not None else []
+        if missing and self._fetch is not None:
+            asked.coming = self._fetch.start(missing)
+        else:
+            self._settle(request, asked)
+
+    def _settle(self, request: Any, asked: _Asked) -> None:
+        """Look the request's chunks up on this machine's disk, and decide up to where its context will be filled."""
+        ids, spans = request.prompt_token_ids, asked.params.spans
+        asked.stored = self._lookup(ids, asked.params)
+        if asked.params.mode == "ingest":
+            asked.end = spans[0][1]
+            if len(self.config.prefix_ids) < spans[0][0]:  # behind more than the prefix: a chunk and its neighbour
+                note_neighbours(self._disk)
         elif asked.stored:
             asked.end = asked.stored[-1].end
             if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
                 asked.stored = asked.stored[:-1]
                 asked.end = asked.stored[-1].end if asked.stored else 0
-        return asked
+        if asked.end:  # blended KV is approximate: nobody else may find it by its token ids
+            _hide_from_prefix_cache(request)
 
     def _ratio(self, params: BlendParams) -> float:
         return self.config.ratio if params.ratio is None else params.ratio
 
     def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
-        """Stored chunks of the prompt. Its exact prefix is tried first, then the one that ingestion uses."""
-        prefix_ids = tuple(ids[: params.spans[0][0]])
-        candidates = [prefix_ids] if params.mode == "ingest" else [prefix_ids, self.config.prefix_ids]
+        """Stored chunks of the prompt, each from the best context that it is stored behind."""
         found = []
         for start, end in params.spans:
-            chunk = tuple(ids[start:end])
-            for candidate in dict.fromkeys(candidates):
-                key = chunk_key(self.fingerprint, candidate, chunk, params.namespace)
+            for key, context in self._candidates(ids, start, end, params):
                 header = self._disk.header(key)
-                if header is None or header.token_ids != chunk:
-                    continue
-                match: PrefixMatch = "exact" if candidate == prefix_ids else "approximate"
-                found.append(StoredSpan(start, end, key, match, match == "exact" and start == len(prefix_ids)))
-                break
+                if header is not None and header.token_ids == tuple(ids[start:end]):
+                    found.append(StoredSpan(start, end, key, context.match, context.exact))
+                    break
         return tuple(found)
 
+    def _candidates(
+        self, ids: Sequence[int], start: int, end: int, params: BlendParams
+    ) -> Iterator[tuple[str, Context]]:
+        """Keys that a chunk may be stored under, the best one first. What is to be ingested has one only."""
+        num_prefix, default = params.spans[0][0], self.config.prefix_ids
+        starts = {last: first for first, last in params.spans} if holds_neighbours(self._disk) else {}
+        for context in contexts(ids, start, starts.get(start), num_prefix, default):
+            yield chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace), context
+            if params.mode == "ingest":
+                return
+
+    def _missing(self, ids: Sequence[int], params: BlendParams) -> list[str]:
+        """Keys not on this machine that would be better than what is. Chunks to ingest are computed, not asked for."""
+        missing: dict[str, None] = {}
+        for start, end in params.spans if params.mode != "ingest" else ():
+            for key, _ in self._candidates(ids, start, end, params):
+                if self._disk.contains(key):
+                    break
+                missing[key] = None
+        return list(missing)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The context's tokens, to be filled between steps. After a preemption the same again."""
+        """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
         asked = self._asked.get(request.request_id)
-        count = asked.end - num_computed_tokens if asked is not None else 0
+        if asked is None:
+            return 0, False
+        if asked.coming is not None:
+            if not asked.coming.is_over:
+                return None, False
+            asked.waited_s, asked.coming = asked.coming.waited_s, None
+            self._settle(request, asked)
+            if asked.end and num_computed_tokens:
+                return None, False  # vLLM found those in the exact cache; hidden by now, the request finds none there
+        count = asked.end - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -317,13 +344,16 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for request_id, report in meta.reports.items():
             if report.refused_reason:
                 self._stats.add(refused_requests=1)
+            asked = self._asked.get(request_id)
+            if asked is not None:  # what it waited for the remote tier is part of loading, and fusing waited too
+                report.load_s, report.stall_s = report.load_s + asked.waited_s, report.stall_s + asked.waited_s
             self._stats.add(load_seconds=report.load_s, fuse_seconds=report.fuse_s)
             self._stats.add(damaged_entries=report.num_damaged_entries, recomputed_tokens=report.num_recomputed_tokens)
             self._stats.add(reused_tokens=report.num_reused_tokens)
-            if request_id in self._asked:
-                self._asked[request_id].report = report
+            if asked is not None:
+                asked.report = report
                 if report.refused_reason:
-                    self._asked[request_id].end = 0  # or what failed once would be tried for ever
+                    asked.end = 0  # or what failed once would be tried for ever
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -385,10 +415,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.config.self_check:
             config = self._vllm_config.model_config
             self_check(layers, config.get_vocab_size(), self._kv_cache_config.num_blocks, self._model_name)
-        disk = DiskStore(self.config.store)
-        memory = MemoryStore(int(self.config.memory_gib * GIB))
-        store = TieredStore(memory, disk) if self.config.memory_gib else TieredStore(disk)
-        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched)
+        # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
+        store = self.config.open_local(memory=True)
+        self._remote = self.config.open_remote() if layers.rank == 0 else None
+        if self._remote is not None:
+            self._remote.breaker = CircuitBreaker(threshold=1)  # writes wait for the next probe, instead of being spent
+        self._through = TieredStore(*store.tiers, self._remote) if self._remote is not None else store
+        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self._through.put)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""
@@ -432,18 +465,35 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is saved while vLLM computes."""
 
     def shutdown(self) -> None:
-        """Finish what is being stored."""
+        """Finish what is being stored; what is on its way to the remote tier has ten seconds."""
+        if self._fetch is not None:
+            self._fetch.close()
         if self._worker is not None:
             self._worker.close()
+        if self._through is not None:
+            self._through.close()
 
     # -- counters
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call; the scheduler's half counts for all."""
+        """What was counted since the last call. The scheduler's half counts for all but the workers' remote writes."""
+        self._count_remote()
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, BlendStats()
         return stats
+
+    def _count_remote(self) -> None:
+        if self._remote is None:
+            return
+        now, seen = replace(self._remote.counters), self._remote_seen
+        self._remote_seen = now
+        self._stats.add(
+            remote_hits=now.num_hits - seen.num_hits,
+            remote_failures=now.num_failures - seen.num_failures,
+            remote_dropped_writes=now.num_dropped - seen.num_dropped,
+            damaged_entries=now.num_damaged - seen.num_damaged,
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -456,6 +506,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics:
         """Counters for `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _hide_from_prefix_cache(request: Any) -> None:
+    """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
+    request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def model_fingerprint(model_config: Any) -> str:

@@ -10,26 +10,28 @@ import os
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm_params import report_from
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter
 
+_YIELD_S = 0.0005  # after a step without a token: threads that load and fetch may be what it waits for
 _OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
 
 
 class VllmEngine(VllmBase):
     """Engine over a vLLM in this process. `options` are vLLM's own engine arguments, such as `max_model_len`.
 
-    `store` is a directory; None takes one that goes away with the engine. Use as a context manager, or `close()` it.
+    `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
+    or `close()` it.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class VllmEngine(VllmBase):
         **options: Any,
     ) -> None:
         self._temporary = None if isinstance(store, Path) else store
-        self.store = TieredStore(DiskStore(store if isinstance(store, Path) else Path(store.name)))
+        self.store = self._shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_shared()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = segmenter.stop_ids() | _generation_stops(engine)
@@ -87,6 +89,7 @@ class VllmEngine(VllmBase):
         """Finish background work and shut vLLM down."""
         super().close()
         self._loop.close()
+        self._shared.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -190,8 +193,11 @@ class _Loop:
         """Until closed: new requests in, one step, outputs out."""
         try:
             while self._take_commands():
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                for output in outputs:
                     self._hand_out(output)
+                if not outputs:
+                    time.sleep(_YIELD_S)
             failure: BaseException = RagblendError("the vLLM engine was closed while it was answering")
         except BaseException as error:
             failure = RagblendError(f"vLLM failed: {type(error).__name__}: {error}; load the engine again")

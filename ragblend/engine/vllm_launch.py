@@ -118,6 +118,7 @@ def plugin_problem(environment: Mapping[str, str] | None = None) -> str:
 
 def transfer_config(
     store: str | Path,
+    tiers: Mapping[str, Any] | None = None,
     *,
     model: str,
     rule: str | None = None,
@@ -125,22 +126,20 @@ def transfer_config(
     separator: str | None = None,
     separator_end: str | None = None,
     system: str | None = None,
-    memory_gib: float | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
 
+    `tiers` are options of `open_store`; the connector takes those that are left out from its environment.
+
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
     with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
-    own marks has them by default. `system` is the text that chunks were ingested behind, `memory_gib` what each worker
-    may keep of the store in memory.
+    own marks has them by default. `system` is the text that chunks were ingested behind.
     """
-    extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve())}
+    extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
-    if memory_gib is not None:
-        extra["memory_gib"] = memory_gib
     if rule is not None:
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:

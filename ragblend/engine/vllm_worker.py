@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -83,12 +83,19 @@ class _Running:
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
 
+    `write` stores new chunks, by default in `store`; a thread of its own calls it.
     slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
     of that many tokens; it can exceed that by one layer of one job.
     """
 
-    def __init__(self, layers: VllmLayers, store: KVStore, slice_tokens: int) -> None:
-        self.layers, self._store = layers, store
+    def __init__(
+        self,
+        layers: VllmLayers,
+        store: KVStore,
+        slice_tokens: int,
+        write: Callable[[ChunkKV], None] | None = None,
+    ) -> None:
+        self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._jobs: deque[_Running] = deque()
         self._storing: list[tuple[_Running, VllmReport, Future[None]]] = []
@@ -176,7 +183,7 @@ class BlendWorker:
         whole = MemoryKV(kv.header, tuple(layers.all_heads(layer) for layer in kv.layers))
         report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
         if layers.rank == 0:
-            self._jobs[0].storing = self._writer.submit(self._store.put, whole)
+            self._jobs[0].storing = self._writer.submit(self._write, whole)
         return report
 
     def _stored(self) -> list[Finished]:

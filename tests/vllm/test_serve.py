@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
+from servers import REDIS_BINARY, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.errors import RagblendError
@@ -39,7 +41,17 @@ START_S = 500.0
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis behind the server's store; "" where there is none to start."""
+    if REDIS_BINARY is None or importlib.util.find_spec("redis") is None:
+        yield ""
+    else:
+        for server in running_redis(tmp_path_factory.mktemp("redis")):
+            yield server.url
+
+
+@pytest.fixture(scope="module")
+def url(remote: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over an empty store, for this module."""
     home = tmp_path_factory.mktemp("serve")
     with socket.socket() as free:
@@ -47,6 +59,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
     command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--remote", remote] if remote else []
     own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
@@ -116,6 +129,25 @@ def test_the_transformers_engine_and_the_server_agree(engine: Any, url: str) -> 
         assert ours.token_ids == theirs.token_ids
         assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 2
         assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+
+
+def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, remote: str, tmp_path: Path) -> None:
+    if not remote:
+        pytest.skip("no redis-server, or no redis-py: apt-get install redis-server; pip install 'ragblend[redis]'")
+    with load_engine("demo", tmp_path / "kv", remote=remote, remote_timeout_s=60, on_miss="inline") as elsewhere:
+        end_s = time.monotonic() + 60
+        while not elsewhere.is_stored(B) and time.monotonic() < end_s:
+            time.sleep(0.1)  # it is sent in the background
+        theirs = elsewhere.generate(PROMPT, rule="cacheblend_k", max_tokens=8)
+        assert theirs.report.num_chunk_hits == 2
+        assert theirs.token_ids == engine.generate(PROMPT, rule="cacheblend_k", max_tokens=8).token_ids
+        new = "Arthur Archer lives in Calville."
+        elsewhere.precompute(new)
+        elsewhere.store.flush(60)
+    answer = engine.generate(SegmentedPrompt([new, A], QUESTION), max_tokens=8)
+    assert answer.report.num_chunk_hits == 2
+    assert engine.forget(new)
+    assert not engine.is_stored(new)
 
 
 def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
