@@ -22,6 +22,7 @@ COMMANDS = (
     "unpin",
     "ask",
     "chat",
+    "explain",
     "search",
     "stats",
     "verify",

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampling
+from ragblend.engine.explain import Explanation, explain
+from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.keys import chunk_key
@@ -153,6 +155,10 @@ class TransformersEngine:
         """
         return GenerationStream(self, self.request(prompt, **options))
 
+    def explain(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
+        """Answer `prompt` by blending and by full prefill; what became of every token. See `explain.explain`."""
+        return explain(self, prompt, **options)
+
     def request(
         self,
         prompt: SegmentedPrompt,
@@ -257,7 +263,8 @@ class TransformersEngine:
         self._count(report, request, plan, hits, result, num_resident)
         segments = [segment for segment in prompt.chunk_segments if segment.start >= num_resident]
         misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
-        return Prefilled(fused, result.logits, report, misses, result.recomputed)
+        read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
+        return Prefilled(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
 
     def _resident(self, request: Request, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
@@ -382,6 +389,7 @@ class TransformersEngine:
         report.charged_budget = charged_budget(rows, total)
         report.charged_budget_32 = charged_budget_at(32, rows, total, first_check, result.fixed_cost)
         report.num_recomputed_tokens = len(recomputed)
+        note_fidelity(report, plan, result)
         # The last token is computed even when its KV is stored: its logits are the answer.
         ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)
         report.num_reused_tokens = num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
