@@ -35,6 +35,7 @@ from ragblend.cli_support import (
     RemoteCodeOption,
     RemoteOption,
     RuleOption,
+    ShadowOption,
     StoreOption,
     SystemOption,
     TemperatureOption,
@@ -49,6 +50,7 @@ from ragblend.cli_support import (
     print_ingest,
     print_json,
     print_result,
+    print_shadow,
     print_sources,
     progress_bars,
     quiet_libraries,
@@ -239,6 +241,7 @@ def ask(
     order: OrderOption = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = 0.0,
+    shadow: ShadowOption = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer as it is made.")] = False,
     show_sources: Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")] = False,
     embedder: EmbedderOption = None,
@@ -254,6 +257,9 @@ def ask(
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         hits = retrieve(opened, question, settings)
         answer = answer_question(engine, hits, question, settings, temperature, stream and not json_)
+        if not stream and not json_:
+            out.print(escape(answer.text))
+        print_shadow(engine, settings)
     if json_:
         print_json(
             {
@@ -266,8 +272,6 @@ def ask(
             }
         )
         return
-    if not stream:
-        out.print(escape(answer.text))
     if show_sources:
         print_sources(hits)
     err.print(answer.report.summary())
@@ -288,6 +292,7 @@ def chat(
     order: OrderOption = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = 0.0,
+    shadow: ShadowOption = None,
     show_sources: Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")] = False,
     embedder: EmbedderOption = None,
     system: SystemOption = None,
@@ -319,6 +324,7 @@ def chat(
             if show_sources:
                 print_sources(hits)
             err.print(stream.result.report.summary())
+        print_shadow(engine, settings)
 
 
 @app.command()

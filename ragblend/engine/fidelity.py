@@ -5,7 +5,6 @@ Knows what the fusor returns, and logits. Knows nothing about text, requests or 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -73,15 +72,3 @@ def first_token_kl(full: Tensor, other: Tensor) -> float:
     """
     p, q = (logits.double().cpu().log_softmax(-1) for logits in (full, other))
     return max(0.0, float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)))
-
-
-def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `num` cases.
-
-    >>> tuple(round(bound, 3) for bound in wilson_interval(0.95, 100))
-    (0.888, 0.978)
-    """
-    z = 1.96
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
-    return middle - half, middle + half

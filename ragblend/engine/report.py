@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragblend.engine.agreement import ShadowReport
+
 Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 PrefixMatch = Literal["exact", "approximate"]
@@ -54,6 +56,7 @@ class BlendReport:
     attention_stale: float | None = None  # and on those whose stored KV never saw the chunks before; they sum to 1
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
     num_damaged_entries: int = 0
+    shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
     chunks: list[ChunkReport] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from test_fusor import INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full_prefil
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragblend.engine.fidelity import attention_shares, first_token_kl, note_fidelity, wilson_interval
+from ragblend.engine.agreement import wilson_interval
+from ragblend.engine.fidelity import attention_shares, first_token_kl, note_fidelity
 from ragblend.engine.fusor import Fused, FusePlan, Placement, relative_deviation
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.report import BlendReport
