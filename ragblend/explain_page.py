@@ -152,7 +152,7 @@ def _facts(segment: ExplainedSegment) -> list[str]:
             facts.append("exact: it stands where it was stored")
         else:
             facts.append(f"{_count(chunk.num_recomputed_tokens)} recomputed")
-            facts.append(f"mean deviation {segment.deviation:.2g}")
+            facts += [f"mean deviation {segment.deviation:.2g}"] if segment.deviation is not None else []
             if chunk.prefix_match == "approximate":
                 facts.append("stored behind another prefix")
         if segment.read_s is not None:

@@ -6,7 +6,7 @@ in. Knows engines that decode themselves. Knows nothing about how an explanation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, Unpack
 
@@ -120,6 +120,8 @@ def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack
     # Full reuse keeps all stored KV as it was placed: what blending started from.
     stored = engine.prefill(replace(request, mode="reuse"))
     deviations = _deviations(full.fused, stored.fused, count)
+    # A tier may have lost a chunk since.
+    found = {segment.start for segment, chunk in _chunks(request, stored) if chunk.hit}
     return Explanation(
         engine.name,
         _question(prompt),
@@ -130,7 +132,7 @@ def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack
         first_token_kl(full.logits, blended.logits),
         answer.report,
         full_answer.report,
-        tuple(_segments(engine, request, blended, deviations, remaining)),
+        tuple(_segments(engine, request, blended, found, deviations, remaining)),
     )
 
 
@@ -158,17 +160,18 @@ def _segments(
     engine: ExplainingEngine,
     request: Request,
     blended: Prefilled,
+    found: Container[int],
     deviations: Sequence[float],
     remaining: Sequence[float],
 ) -> Iterator[ExplainedSegment]:
     """The prompt's spans, their tokens told apart."""
-    chunks = iter(blended.report.chunks)
+    chunks = {segment.start: chunk for segment, chunk in _chunks(request, blended)}
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
     last = request.prompt.num_tokens - 1
     for segment in request.prompt.segments:
-        chunk = next(chunks) if segment.kind == "chunk" else None
-        is_stored = chunk is not None and chunk.hit
+        chunk = chunks.get(segment.start)
+        is_stored = chunk is not None and chunk.hit and segment.start in found
         tokens = []
         for place, text in enumerate(engine.segmenter.token_texts(segment.token_ids)):
             row = segment.start + place
@@ -184,6 +187,11 @@ def _segments(
                 )
             )
         yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
+
+
+def _chunks(request: Request, prefilled: Prefilled) -> Iterator[tuple[Segment, ChunkReport]]:
+    """The prompt's chunks, and what the report says of them."""
+    return zip(request.prompt.chunk_segments, prefilled.report.chunks, strict=True)
 
 
 def _state(segment: Segment, chunk: ChunkReport | None, is_recomputed: bool, is_last: bool) -> TokenState:

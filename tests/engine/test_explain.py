@@ -13,6 +13,7 @@ from ragblend.engine.explain import STATES, Explanation
 from ragblend.engine.generation import Conversation
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.explain_page import render_html
 from ragblend.segments import Chunk, SegmentedPrompt
 
 CHUNKS = (
@@ -107,6 +108,22 @@ def test_exact_tokens_do_not_deviate_and_recomputing_everything_leaves_nothing(e
     assert everything.first_token_agrees
     assert everything.first_token_kl < 1e-8
     assert {token.attention for token in everything.tokens} == {None}
+
+
+def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypatch):
+    prefill = engine.prefill
+
+    def lossy(request: Any) -> Any:
+        if request.mode == "reuse":
+            engine.forget(CHUNKS[2])
+        return prefill(request)
+
+    monkeypatch.setattr(engine, "prefill", lossy)
+    explanation = engine.explain(PROMPT, recompute_ratio=0.3, max_tokens=2)
+    lost = explanation.segments[3]
+    assert lost.chunk.hit
+    assert lost.deviation is None
+    assert "mean deviation" not in render_html(explanation)
 
 
 def test_both_answers_are_the_engines_own(engine, explanation):
