@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 
 from ragblend.cli_bench import bench_app
+from ragblend.cli_explain import explain
 from ragblend.cli_support import (
     BackendOption,
     DeviceOption,
@@ -35,6 +36,7 @@ from ragblend.cli_support import (
     RemoteCodeOption,
     RemoteOption,
     RuleOption,
+    ShadowOption,
     StoreOption,
     SystemOption,
     TemperatureOption,
@@ -49,6 +51,7 @@ from ragblend.cli_support import (
     print_ingest,
     print_json,
     print_result,
+    print_shadow,
     print_sources,
     progress_bars,
     quiet_libraries,
@@ -72,6 +75,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command()(explain)
 
 
 @app.command()
@@ -245,6 +249,7 @@ def ask(
     order: OrderOption = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = 0.0,
+    shadow: ShadowOption = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer as it is made.")] = False,
     show_sources: Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")] = False,
     embedder: EmbedderOption = None,
@@ -260,6 +265,9 @@ def ask(
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         hits = retrieve(opened, question, settings)
         answer = answer_question(engine, hits, question, settings, temperature, stream and not json_)
+        if not stream and not json_:
+            out.print(escape(answer.text))
+        print_shadow(engine, settings)
     if json_:
         print_json(
             {
@@ -272,8 +280,6 @@ def ask(
             }
         )
         return
-    if not stream:
-        out.print(escape(answer.text))
     if show_sources:
         print_sources(hits)
     err.print(answer.report.summary())
@@ -294,6 +300,7 @@ def chat(
     order: OrderOption = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = 0.0,
+    shadow: ShadowOption = None,
     show_sources: Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")] = False,
     embedder: EmbedderOption = None,
     system: SystemOption = None,
@@ -325,6 +332,7 @@ def chat(
             if show_sources:
                 print_sources(hits)
             err.print(stream.result.report.summary())
+        print_shadow(engine, settings)
 
 
 @app.command()

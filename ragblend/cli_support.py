@@ -68,6 +68,10 @@ VllmOptions = Annotated[
     str | None,
     typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
 ]
+ShadowOption = Annotated[
+    float | None,
+    typer.Option("--shadow", help="Run full prefill beside this share of the requests, after the answer; 0 to 1."),
+]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 
 
@@ -123,6 +127,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
         device=settings.device,
         system=settings.system,
         namespace=settings.namespace,
+        shadow=settings.shadow,
         new_model=new_model,
         trust_remote_code=settings.trust_remote_code,
         **tier_options(settings),
@@ -213,6 +218,13 @@ def answer_question(
     if show:
         print(flush=True)
     return stream.result
+
+
+def print_shadow(engine: Engine, settings: Settings) -> None:
+    """Wait for full prefill beside the requests that were chosen, and say how often it agreed. Nothing if it is off."""
+    if settings.shadow:
+        engine.flush_shadow()
+        err.print(engine.shadow.summary(), markup=False)
 
 
 # -- printing

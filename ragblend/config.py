@@ -43,10 +43,13 @@ class Settings:
     system: str | None = None
     namespace: str = ""
     trust_remote_code: bool = False
+    shadow: float = 0.0  # share of the requests that full prefill runs beside, to count how often they agree
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise UsageError(f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        if not 0 <= self.shadow <= 1:
+            raise UsageError(f"shadow is {self.shadow}; choose 0 (off) to 1 (full prefill beside every request)")
         for name in ("chunk_size", "k", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")

@@ -31,6 +31,7 @@ CHUNK_END = "\n\n"
 REMEMBERED_CHARACTERS = 4 << 20
 """Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
 
+_CHARACTER_TOKENS = 4  # most tokens that make one character together: the bytes of one in UTF-8
 _ENTRY_CHARACTERS = 64  # what an entry costs beside its text, so that many short texts stay within the bound too
 
 
@@ -498,6 +499,25 @@ class Segmenter:
         """Text of an answer's ids, control tokens and the format's leading space left out."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return text.removeprefix(self._text_lead)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of every id in turn, control tokens included: joined, it reads as the whole does.
+
+        A character that several tokens make together is the last one's text; the others have "".
+        """
+        texts, start = [], 0
+        for end in range(1, len(token_ids) + 1):
+            # Two ids more than needed in front: some tokenizers drop the space of the first one they decode.
+            before = max(0, start - 2)
+            known = self._raw_text(token_ids[before:start])
+            text = self._raw_text(token_ids[before:end])
+            unfinished = text.endswith("\ufffd") and end < len(token_ids) and end - start < _CHARACTER_TOKENS
+            texts.append("" if unfinished else text[len(known) :])
+            start = start if unfinished else end
+        return texts
+
+    def _raw_text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer, as far as the tokenizer knows."""

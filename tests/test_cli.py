@@ -22,6 +22,7 @@ COMMANDS = (
     "unpin",
     "ask",
     "chat",
+    "explain",
     "search",
     "stats",
     "verify",
@@ -136,6 +137,25 @@ def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
     assert code == 0
     assert len([line for line in out.splitlines() if line.strip()]) == 3
     assert err.count("chunks from the store") == 3
+
+
+def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
+    import io
+
+    question = questions[0]["question"]
+    common = ("-k", "3", "--max-tokens", "8", *PLACE)
+    code, out, err = run("ask", question, "--shadow", "1", "--json", *common)
+    found = json.loads(out)
+    full = json.loads(run("ask", question, "--mode", "full", "--json", *common)[1])
+    assert code == 0
+    assert found["report"]["shadow"]["answers_identical"] == (found["answer"] == full["answer"])
+    assert "full prefill ran beside 1 of 1 answers" in err
+    assert json.loads(run("ask", question, "--json", *common)[1])["report"]["shadow"] is None
+    monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))
+    code, _, err = run("chat", *common)
+    assert code == 0
+    assert "full prefill ran beside 2 of 2 answers: first token the same in" in err.splitlines()[-1]
 
 
 def test_precompute_fills_the_store_for_another_dtype(run):
@@ -263,6 +283,7 @@ BAD_INPUT = {
     "missing store": (["ask", "Who?", "--index", "i", "--store", "gone"], 3, "ragblend ingest"),
     "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
     "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1"),
+    "shadow": (["ask", "Who?", "--shadow", "2", *PLACE], 2, "0 .* to 1"),
     "mode": (["ask", "Who?", "--mode", "fast", *PLACE], 2, "blend, full"),
     "remote": (["ask", "Who?", "--remote", "cache:6379", *PLACE], 2, "redis://HOST"),
     "rule": (["ask", "Who?", "--rule", "best", *PLACE], 2, "cacheblend"),

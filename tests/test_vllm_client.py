@@ -56,6 +56,7 @@ class Script:
         self.blends = True
         self.api_key: str | None = None
         self.answer: list[int] = []
+        self.full_answer: list[int] | None = None  # to requests of mode "full", where that is another one
         self.finish = "stop"
         self.report: VllmReport | None = None
         self.statuses: list[tuple[int, str]] = []  # given to completions, one each, before the first answer
@@ -126,8 +127,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, body: dict[str, Any]) -> None:
         script = self.script
-        answer = script.answer
-        ingest = body.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("mode") == "ingest"
+        mode = body.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("mode")
+        answer = script.full_answer if mode == "full" and script.full_answer is not None else script.answer
+        ingest = mode == "ingest"
         if ingest:
             answer = [7]
             if script.stores:
@@ -271,6 +273,30 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     assert report.prompt_tokens == segmenter.tokenize(PROMPT).num_tokens
     assert report.ttft_s > 0
     assert report.completion_tokens == len(script.answer) - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "whole"), [("Kinport", True, True), ("Kinport or", True, False), ("Synon", False, False)]
+)
+def test_shadowed_requests_are_asked_again_in_full_and_counted(
+    url: str, script: Script, segmenter: Segmenter, said: str, first: bool, whole: bool
+) -> None:
+    script.answer = [*ids(segmenter, "Kinport"), END]
+    script.full_answer = [*ids(segmenter, said), END]
+    script.report = VllmReport("blend", "first_k", 0.3, num_chunks=2, prefix_match=["exact", "exact"])
+    with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
+        report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
+        engine.generate(PROMPT, temperature=0.7, max_tokens=9)  # what a sampled answer would have been is not known
+        engine.generate(PROMPT, mode="full", max_tokens=9)
+        engine.flush_shadow()
+        counters = engine.shadow
+    assert report.shadow is not None
+    assert (report.shadow.first_token_agrees, report.shadow.answers_identical) == (first, whole)
+    assert report.shadow.first_token_kl is None
+    assert (counters.num_requests, counters.num_shadowed, counters.num_answers_same) == (1, 1, int(whole))
+    assert counters.mean_first_token_kl is None
+    modes = sorted(parse_params(body["kv_transfer_params"][PARAMS_KEY]).mode for body in script.bodies)
+    assert modes == ["blend", "blend", "full", "full"]
 
 
 def test_a_stop_string_ends_the_text_even_where_the_server_sends_on(

@@ -91,6 +91,7 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
+    shadow: float = 0.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
     **tiers: Unpack[StoreOptions],
@@ -108,6 +109,7 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
+    shadow: float = 0.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
@@ -128,6 +130,7 @@ def load_engine(
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
+    shadow: float = 0.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
@@ -143,6 +146,9 @@ def load_engine(
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
 
+    `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
+    `engine.shadow` counts how often they agree, each report's `shadow` says what was found.
+
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
     server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
     and `dtype`, `device` and `tiers` are set where the server starts (UsageError here). `api_key`, `timeout` (seconds)
@@ -155,14 +161,15 @@ def load_engine(
         asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         return _load_client(
             model, store, backend, {name: value for name, value in asked.items() if value is not None},
-            {"system": system, "namespace": namespace, "on_miss": on_miss}, trust_remote_code,
+            {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}, trust_remote_code,
         )  # fmt: skip
     if backend == "vllm":
         if device != "auto":
             raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
         return _load_vllm(
             model, store, dtype, vllm_options or {}, {**_tier_defaults(), **tiers},
-            {"system": system, "namespace": namespace, "on_miss": on_miss}, new_model, trust_remote_code,
+            {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow},
+            new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
@@ -194,6 +201,7 @@ def load_engine(
         system=system,
         namespace=namespace,
         on_miss=on_miss,
+        shadow=shadow,
     )
 
 

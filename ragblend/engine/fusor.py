@@ -52,6 +52,11 @@ class FusedKV:
             [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
         )
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
     def keys(self, layer: int) -> Tensor:
         """Rotated keys of one layer, [H, capacity, D]."""
         return self._layers[layer].keys
@@ -138,6 +143,7 @@ class Fused:
     fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
     probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, what the probe found
+    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
 
 
 def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
@@ -194,6 +200,7 @@ def fuse_steps(
         fixed_cost,
         probe.seconds if probe is not None else 0.0,
         known.attention,
+        known.deviation,
     )
 
 
@@ -207,6 +214,7 @@ class _Known:
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
+    deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
@@ -364,6 +372,9 @@ def _check(
     deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
     if plan.sum_over_ranks is not None:
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
+    if known.deviation is None:
+        known.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+        known.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
     evidence = replace(known.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
     if layer in known.queries:
         length = len(plan.token_ids)
@@ -379,6 +390,23 @@ def _check(
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
     """Squared L2 distance [T] between [H, T, D] tensors, in float32, summed over heads and dimensions."""
     return (fresh.float() - stored.float()).square().sum(dim=(0, 2))
+
+
+def relative_deviation(
+    fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """How far each token's `stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is equal.
+
+    The mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. So keys
+    and values count alike, however large a model's keys are. `sum_over_ranks` as in FusePlan.
+    """
+    total = sum_over_ranks or (lambda squares: squares)
+    nothing = torch.zeros((), device=fresh.keys.device)
+    shares = [
+        total(_deviation(new, old)) / total(_deviation(new, nothing)).clamp_min(torch.finfo(torch.float32).tiny)
+        for new, old in zip(fresh, stored, strict=True)
+    ]
+    return (shares[0].sqrt() + shares[1].sqrt()) / 2
 
 
 def _top(scores: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -76,6 +76,8 @@ class Prefilled:
     report: BlendReport
     misses: tuple[Segment, ...] = ()
     recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
+    attention: Tensor | None = None  # [T] float32, where the question looked, if the rule asked it
+    read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
 
 
 class DecodingEngine(Protocol):
@@ -91,12 +93,17 @@ class DecodingEngine(Protocol):
     def backfill(self, misses: Sequence[Segment]) -> None: ...
 
 
+OnEnd = Callable[[Prefilled, Generation], None]
+"""Told once an answer has ended, cancelled ones too. The KV has the answer's tokens behind the prompt's by then."""
+
+
 class GenerationStream:
     """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
 
-    def __init__(self, engine: DecodingEngine, request: Request) -> None:
+    def __init__(self, engine: DecodingEngine, request: Request, on_end: OnEnd | None = None) -> None:
         self._engine = engine
         self._request = request
+        self._on_end = on_end
         self._start_s = perf_counter()
         self._pieces = self._run()
         report = BlendReport(request.mode, request.rule, request.ratio)
@@ -152,6 +159,8 @@ class GenerationStream:
             report.completion_tokens = len(result.token_ids)
             self._remember(prefilled.fused)
             engine.backfill(prefilled.misses)
+            if self._on_end is not None:
+                self._on_end(prefilled, result)
 
     def _remember(self, fused: FusedKV) -> None:
         conversation = self._request.conversation

@@ -36,6 +36,7 @@ class _Group:
 
     def __init__(self, placements: Sequence[_Placed], device: torch.device) -> None:
         self._kvs = [placement.kv for placement in placements]
+        self.read_s = [0.0] * len(placements)
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
         for start, end in _runs((placement.start, placement.end) for placement in placements):
@@ -44,7 +45,11 @@ class _Group:
 
     def read(self, layer: int, device: torch.device) -> LayerKV:
         """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError."""
-        layers = [LayerKV(*(tensor.to(device) for tensor in kv.layer(layer))) for kv in self._kvs]
+        layers = []
+        for index, kv in enumerate(self._kvs):
+            start_s = perf_counter()
+            layers.append(LayerKV(*(tensor.to(device) for tensor in kv.layer(layer))))
+            self.read_s[index] += perf_counter() - start_s
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
@@ -113,6 +118,11 @@ class LayerLoader:
     def load_s(self) -> float:
         """Seconds spent reading and placing, overlapped or not."""
         return sum(event.end_s - event.start_s for event in self.events)
+
+    @property
+    def read_s(self) -> list[float]:
+        """Of that, seconds spent reading each placement's stored KV; placing is done for several at once."""
+        return [seconds for group in self._groups for seconds in group.read_s]
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:

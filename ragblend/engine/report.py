@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragblend.engine.agreement import ShadowReport
+
 Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 PrefixMatch = Literal["exact", "approximate"]
@@ -49,7 +51,13 @@ class BlendReport:
     num_prefix_tokens: int = 0  # prompt tokens at the front whose KV was at hand exactly (prefix, earlier turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
+    # How close to full prefill the KV was, as the rule saw it while choosing; see `fidelity`. None: it did not look.
+    attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute,
+    attention_recomputed: float | None = None  # on recomputed ones,
+    attention_stale: float | None = None  # and on those whose stored KV never saw the chunks before; they sum to 1
+    mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
     num_damaged_entries: int = 0
+    shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
     chunks: list[ChunkReport] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +68,10 @@ class BlendReport:
         """One line for people: what was reused and what it cost."""
         share = f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused"
         hits = f"{self.num_chunk_hits}/{self.num_chunks} chunks from the store"
-        return f"{hits}, {share}, {self.num_recomputed_tokens} recomputed, first token after {self.ttft_s * 1e3:.0f} ms"
+        text = f"{hits}, {share}, {self.num_recomputed_tokens} recomputed, first token after {self.ttft_s * 1e3:.0f} ms"
+        if self.attention_stale is not None:
+            text += f"; {self.attention_stale:.0%} of the question's attention on stale tokens"
+        return text
 
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -18,8 +18,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
 from ragblend.engine.decoding import Sampling
+from ragblend.engine.explain import Explanation, explain
+from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.keys import chunk_key
@@ -40,6 +43,7 @@ from ragblend.engine.selection import (
     settle,
 )
 from ragblend.engine.self_check import self_check
+from ragblend.engine.shadow import Shadow, compare_with_full
 from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
@@ -55,6 +59,7 @@ class TransformersEngine:
     """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
+    `shadow`: share of the requests that full prefill runs beside, after they were answered; see `shadow.Shadow`.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
@@ -71,6 +76,8 @@ class TransformersEngine:
         namespace: str = "",
         on_miss: str = "store",
         check: bool = True,
+        shadow: float = 0.0,
+        shadow_seed: int | None = None,
     ) -> None:
         if on_miss not in ("store", "inline"):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
@@ -86,6 +93,7 @@ class TransformersEngine:
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
         self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+        self._shadow = Shadow(shadow, shadow_seed)
         if check:
             self_check(layers, layers.config.vocab_size, name)
 
@@ -159,7 +167,19 @@ class TransformersEngine:
 
         Options are checked here, before the first piece. Closing the stream early frees the engine.
         """
-        return GenerationStream(self, self.request(prompt, **options))
+        request = self.request(prompt, **options)
+        if not self._shadow.share or request.mode not in ("blend", "reuse"):
+            return GenerationStream(self, request)
+
+        def shadowed(prefilled: Prefilled, answer: Generation) -> None:
+            logits = prefilled.logits  # and not the KV, which would stay until full prefill has run
+            self._shadow.consider(lambda: compare_with_full(self, request, logits, answer), answer.report)
+
+        return GenerationStream(self, request, shadowed)
+
+    def explain(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
+        """Answer `prompt` by blending and by full prefill; what became of every token. See `explain.explain`."""
+        return explain(self, prompt, **options)
 
     def request(
         self,
@@ -264,7 +284,8 @@ class TransformersEngine:
         self._count(report, request, plan, hits, result, num_resident)
         segments = [segment for segment in prompt.chunk_segments if segment.start >= num_resident]
         misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
-        return Prefilled(fused, result.logits, report, misses, result.recomputed)
+        read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
+        return Prefilled(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
 
     def _resident(self, request: Request, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
@@ -408,6 +429,7 @@ class TransformersEngine:
         report.charged_budget = charged_budget(rows, total)
         report.charged_budget_32 = charged_budget_at(32, rows, total, first_check, result.fixed_cost)
         report.num_recomputed_tokens = len(recomputed)
+        note_fidelity(report, plan, result)
         # The last token is computed even when its KV is stored: its logits are the answer.
         ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)
         report.num_reused_tokens = num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
@@ -429,6 +451,15 @@ class TransformersEngine:
             for segment in misses:
                 self._backfill.add(segment.token_ids)
 
+    @property
+    def shadow(self) -> ShadowCounters:
+        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
+        return self._shadow.counters
+
+    def flush_shadow(self) -> None:
+        """Wait until full prefill has run beside every request chosen so far."""
+        self._shadow.flush()
+
     def flush(self) -> None:
         """Wait until background precomputation has caught up; raises what failed there."""
         if self._backfill is not None:
@@ -436,6 +467,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""
+        self._shadow.close()
         if self._backfill is not None:
             self._backfill.close()
         if isinstance(self.store, WorksInBackground):

@@ -13,17 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
+from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.decoding import Sampling, StopScanner
 from ragblend.engine.generation import Backfill
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, FinishReason, Generation, Mode, PrefixMatch
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.shadow import Shadow, runs_alike
 from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStream, TokenizedPrompt
@@ -134,6 +136,7 @@ class VllmStream:
             report.completion_tokens = len(result.token_ids)
             if reported:  # else nothing tells a miss from a vLLM that does not blend
                 self._engine.backfill(request, report)
+                self._engine.consider_shadow(request, result)
 
 
 class VllmBase(ABC):
@@ -155,6 +158,7 @@ class VllmBase(ABC):
         system: str | None = None,
         namespace: str = "",
         on_miss: str = "store",
+        shadow: float = 0.0,
     ) -> None:
         if on_miss not in ("store", "inline"):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
@@ -164,6 +168,7 @@ class VllmBase(ABC):
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
         self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+        self._shadow = Shadow(shadow)
 
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[Delta]:
@@ -304,6 +309,29 @@ class VllmBase(ABC):
             if not chunk.hit:
                 self._backfill.add(segment.token_ids)
 
+    @property
+    def shadow(self) -> ShadowCounters:
+        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
+        return self._shadow.counters
+
+    def flush_shadow(self) -> None:
+        """Wait until full prefill has run beside every request chosen so far."""
+        self._shadow.flush()
+
+    def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
+        """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
+        tokens, so what a sampled one would have been is not known."""
+        params = request.params
+        if params.mode not in ("blend", "reuse") or request.sampling.temperature or answer.finish_reason == "cancelled":
+            return
+
+        def compare() -> ShadowReport:
+            stream = VllmStream(self, replace(request, params=replace(params, mode="full")))
+            same = runs_alike(stream, answer)
+            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
+
+        self._shadow.consider(compare, answer.report)
+
     def flush(self) -> None:
         """Wait until background precomputation has caught up; raises what failed there."""
         if self._backfill is not None:
@@ -312,6 +340,7 @@ class VllmBase(ABC):
     def close(self) -> None:
         """Finish background work. A closed engine answers no more."""
         self.closed = True
+        self._shadow.close()
         if self._backfill is not None:
             self._backfill.close()
 
@@ -377,6 +406,10 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
         "num_damaged_entries",
         "charged_budget",
         "charged_budget_32",
+        "attention_exact",
+        "attention_recomputed",
+        "attention_stale",
+        "mean_deviation",
         "load_s",
         "stall_s",
         "fuse_s",

@@ -128,6 +128,10 @@ class VllmReport:
     num_damaged_entries: int = 0
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
+    attention_exact: float | None = None
+    attention_recomputed: float | None = None
+    attention_stale: float | None = None
+    mean_deviation: float | None = None
     load_s: float = 0.0  # reading and placing stored KV
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0  # computing, waiting for turns between slices left out

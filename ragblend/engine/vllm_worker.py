@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusePlan, Placement, fuse_steps, prefill_chunk_steps
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.protocols import KVStore
@@ -317,4 +318,5 @@ def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
     report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
     report.num_prefix_tokens = plan.num_resident
     report.num_recomputed_tokens = len(result.recomputed)
+    note_fidelity(report, plan, result)
     report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(result.recomputed)

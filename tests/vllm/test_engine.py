@@ -15,6 +15,7 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.report import MODES
 from ragblend.engine.selection import RULES
+from ragblend.engine.shadow import Shadow
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.maintenance import examine_vllm
@@ -61,6 +62,23 @@ def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, referen
         assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 3
         assert ours.report.rule == theirs.report.rule
         assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+    if mode == "blend":
+        assert ours.report.mean_deviation == pytest.approx(theirs.report.mean_deviation, rel=1e-3)
+
+
+def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_shadow", Shadow(1.0))
+    for ratio in (0.0, 1.0):
+        answer = engine.generate(PROMPT, rule="cacheblend_k", recompute_ratio=ratio, max_tokens=8)
+        engine.flush_shadow()
+        full = engine.generate(PROMPT, mode="full", max_tokens=8)
+        found = answer.report.shadow
+        assert found.first_token_agrees == (answer.token_ids[:1] == full.token_ids[:1])
+        assert found.answers_identical == (answer.token_ids == full.token_ids)
+    assert (engine.shadow.num_requests, engine.shadow.num_shadowed) == (2, 2)
+    assert engine.shadow.num_answers_same >= 1  # ratio 1.0 is full prefill
 
 
 @pytest.mark.parametrize("rule", ["auto", *RULES])

@@ -1,0 +1,97 @@
+"""How often answers from fused KV are full prefill's: what one comparison found, the counts, and their uncertainty.
+
+Plain values only. Knows nothing about how comparisons are made (`shadow` makes them).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReport:
+    """What full prefill made of the same request."""
+
+    first_token_agrees: bool
+    first_token_kl: float | None  # KL(full || this), nats; None where the engine does not tell distributions
+    answers_identical: bool | None  # token for token; None where they cannot be compared: sampled, or broken off
+
+
+@dataclass(slots=True)
+class ShadowCounters:
+    """What full prefill said to the requests it ran beside, since the engine was loaded."""
+
+    share: float = 0.0  # of the requests that are to be shadowed
+    num_requests: int = 0  # answers from fused KV ("blend", "reuse")
+    num_shadowed: int = 0  # of them, compared with full prefill
+    num_dropped: int = 0  # chosen, but too many were waiting
+    num_failed: int = 0  # chosen, but full prefill failed; the log says why
+    num_first_tokens_same: int = 0  # of num_shadowed
+    num_kl: int = 0  # where the engine tells the first token's distribution
+    kl_sum: float = 0.0  # nats
+    num_answers: int = 0  # greedy and complete, so that whole answers can be compared
+    num_answers_same: int = 0
+
+    @property
+    def first_token_agreement(self) -> float | None:
+        """Share of shadowed requests whose first token is full prefill's; None before the first."""
+        return self.num_first_tokens_same / self.num_shadowed if self.num_shadowed else None
+
+    @property
+    def first_token_interval(self) -> tuple[float, float] | None:
+        """Its 95 % interval (Wilson)."""
+        share = self.first_token_agreement
+        return None if share is None else wilson_interval(share, self.num_shadowed)
+
+    @property
+    def mean_first_token_kl(self) -> float | None:
+        """KL(full || blend) of the first token in nats, mean; None where it was never known."""
+        return self.kl_sum / self.num_kl if self.num_kl else None
+
+    @property
+    def answer_agreement(self) -> float | None:
+        """Share of the compared answers that are full prefill's, token for token; None before the first."""
+        return self.num_answers_same / self.num_answers if self.num_answers else None
+
+    @property
+    def answer_interval(self) -> tuple[float, float] | None:
+        """Its 95 % interval (Wilson)."""
+        share = self.answer_agreement
+        return None if share is None else wilson_interval(share, self.num_answers)
+
+    def summary(self) -> str:
+        """One line for people.
+
+        >>> ShadowCounters(0.5, 8, 4, num_first_tokens_same=4, num_kl=4, kl_sum=0.02).summary()
+        'full prefill ran beside 4 of 8 answers: first token the same in 4 (100 %, 51 to 100 %), mean KL 0.005 nats'
+        """
+        text = f"full prefill ran beside {self.num_shadowed} of {self.num_requests} answers"
+        parts = []
+        if self.first_token_agreement is not None and self.first_token_interval is not None:
+            same = _share(self.num_first_tokens_same, self.first_token_agreement, self.first_token_interval)
+            parts.append(f"first token the same in {same}")
+        if self.mean_first_token_kl is not None:
+            parts.append(f"mean KL {self.mean_first_token_kl:.2g} nats")
+        if self.answer_agreement is not None and self.answer_interval is not None:
+            same = _share(self.num_answers_same, self.answer_agreement, self.answer_interval)
+            parts.append(f"of {self.num_answers} whole answers the same {same}")
+        parts += [f"{self.num_dropped} left out, too many were waiting"] if self.num_dropped else []
+        parts += [f"{self.num_failed} failed"] if self.num_failed else []
+        return f"{text}: {', '.join(parts)}" if parts else text
+
+
+def _share(count: int, share: float, interval: tuple[float, float]) -> str:
+    return f"{count} ({share:.0%}, {interval[0] * 100:.0f} to {interval[1] * 100:.0f} %)".replace("%,", " %,")
+
+
+def wilson_interval(share: float, num: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `num` cases.
+
+    >>> tuple(round(bound, 3) for bound in wilson_interval(0.95, 100))
+    (0.888, 0.978)
+    """
+    z = 1.96
+    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
+    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
+    return middle - half, middle + half
