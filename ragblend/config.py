@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
 
@@ -37,15 +37,17 @@ class Settings:
     order: str = "score"  # score, or document: hits in reading order
     mode: str = "blend"
     rule: str = "auto"
-    ratio: float | None = None  # recompute ratio; None is the rule's default
+    ratio: float | Literal["auto"] | None = None  # recompute ratio; None and "auto": calibrated, else the default
     max_tokens: int = 256
     system: str | None = None
     namespace: str = ""
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise UsageError(f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        if self.ratio not in (None, "auto") and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
+            raise UsageError(
+                f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token), or auto"
+            )
         for name in ("chunk_size", "k", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
@@ -108,6 +110,8 @@ def _cast(name: str, value: Any, origin: str) -> Any:
     """`value` as the setting's type; text from the environment is parsed."""
     hint = get_type_hints(Settings)[name]
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    if any(get_origin(kind) is Literal and value in get_args(kind) for kind in kinds):
+        return value
     try:
         if kinds[0] is bool and isinstance(value, str):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]

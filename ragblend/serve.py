@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ragblend.engine import register_model
+from ragblend.engine.report import RatioChoice
 from ragblend.engine.vllm_launch import (
     LOOPBACK,
     environment,
@@ -35,7 +36,7 @@ class ServeOptions:
     port: int = 8000
     api_key: str | None = None
     dtype: str = "auto"
-    ratio: float | None = None
+    ratio: RatioChoice = None
     rule: str | None = None
     separator: str | None = None
     separator_end: str | None = None

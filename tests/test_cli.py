@@ -29,6 +29,7 @@ COMMANDS = (
     "doctor",
     "serve",
     "bench",
+    "calibrate",
     "demo",
 )
 

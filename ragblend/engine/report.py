@@ -11,6 +11,7 @@ from typing import Any, Literal
 Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 PrefixMatch = Literal["exact", "approximate"]
+RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class BlendReport:
     num_prefix_tokens: int = 0  # prompt tokens at the front whose KV was at hand exactly (prefix, earlier turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
+    predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
     num_damaged_entries: int = 0
     chunks: list[ChunkReport] = field(default_factory=list)
 

@@ -22,10 +22,18 @@ import torch
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import dtype_name
-from ragblend.engine.report import PrefixMatch
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.profile import Profiles
+from ragblend.engine.report import PrefixMatch, RatioChoice
+from ragblend.engine.selection import CHECK_LAYER, find_rule
 from ragblend.engine.store import MemoryStore, TieredStore
-from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport, parse_params, spans_between
+from ragblend.engine.vllm_params import (
+    PARAMS_KEY,
+    BlendParams,
+    VllmReport,
+    check_ratio_choice,
+    parse_params,
+    spans_between,
+)
 from ragblend.engine.vllm_plugin import loaded_model, register
 from ragblend.engine.vllm_support import check_version, refuse_unsupported
 from ragblend.engine.vllm_worker import BlendWorker, Finished, Job, StoredSpan
@@ -70,7 +78,7 @@ class ConnectorConfig:
     store: str = "ragblend-data/kv"
     memory_gib: float = 2.0  # of the memory tier, per worker
     rule: str = "auto"  # for requests that name none, and those marked by separators
-    ratio: float = DEFAULT_RATIO
+    ratio: RatioChoice = None  # for the same; None or "auto": what was calibrated, else the default
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
@@ -80,7 +88,7 @@ class ConnectorConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
+        check_ratio_choice(self.ratio)
         find_rule(self.rule, can_ask=False)
         for name in ("memory_gib", "slice_tokens", "max_runs"):
             if getattr(self, name) < 0:
@@ -166,6 +174,7 @@ class _Asked:
     report: VllmReport
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
+    check_layer: int = CHECK_LAYER
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -192,6 +201,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._is_scheduler:
             self._disk = DiskStore(self.config.store)
             self.fingerprint = model_fingerprint(model)
+            self._profiles = Profiles(self._disk.root, self.fingerprint)
             self._note_model(model)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
@@ -232,15 +242,20 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ids is None:
             raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
         params.check_length(len(ids))
-        rule = find_rule(self.config.rule if params.rule == "auto" else params.rule, can_ask=False)
-        params = BlendParams(params.mode, rule.name, params.ratio, params.spans, params.namespace, params.seed)
+        rule = self.config.rule if params.rule == "auto" else params.rule
+        ratio = self.config.ratio if params.ratio is None else params.ratio
+        prefix_ids = tuple(ids[: params.spans[0][0]]) if params.spans else ()
+        choice = self._profiles.choose(prefix_ids, rule, ratio, can_ask=False)
+        params = BlendParams(params.mode, choice.rule, choice.ratio, params.spans, params.namespace, params.seed)
         blends = params.mode == "blend"
-        report = VllmReport(params.mode, rule.name if blends else "none", self._ratio(params) if blends else 0.0)
+        report = VllmReport(params.mode, choice.rule if blends else "none", choice.ratio if blends else 0.0)
+        if choice.fit is not None and params.mode in ("blend", "reuse"):
+            report.predicted_agreement = choice.fit.agreement_at(report.ratio)
         report.num_chunks = len(params.spans)
         report.prefix_match = [None] * len(params.spans)
         if params.spans:
             report.charged_budget = report.charged_budget_32 = 1.0
-        asked = _Asked(params, report)
+        asked = _Asked(params, report, check_layer=choice.check_layer)
         if params.mode in ("full", "prefix") or not params.spans:
             return asked
         if request.skip_reading_prefix_cache:
@@ -254,9 +269,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 asked.stored = asked.stored[:-1]
                 asked.end = asked.stored[-1].end if asked.stored else 0
         return asked
-
-    def _ratio(self, params: BlendParams) -> float:
-        return self.config.ratio if params.ratio is None else params.ratio
 
     def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """Stored chunks of the prompt. Its exact prefix is tried first, then the one that ingestion uses."""
@@ -292,11 +304,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Job(
                 request.request_id,
                 asked.params,
-                self._ratio(asked.params),
+                asked.report.ratio,
                 tuple(request.prompt_token_ids[: asked.end]),
                 asked.stored,
                 tuple(blocks.get_block_ids()[0]),
                 self.fingerprint,
+                asked.check_layer,
             )
         )
 
@@ -317,6 +330,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._stats.add(damaged_entries=report.num_damaged_entries, recomputed_tokens=report.num_recomputed_tokens)
             self._stats.add(reused_tokens=report.num_reused_tokens)
             if request_id in self._asked:
+                report.predicted_agreement = self._asked[request_id].report.predicted_agreement
                 self._asked[request_id].report = report
                 if report.refused_reason:
                     self._asked[request_id].end = 0  # or what failed once would be tried for ever

@@ -21,7 +21,7 @@ from ragblend.engine.fusor import Fused, FusePlan, Placement, fuse_steps, prefil
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import PrefixMatch
-from ragblend.engine.selection import Check, charged_budget, charged_budget_at, find_rule, schedule
+from ragblend.engine.selection import CHECK_LAYER, Check, charged_budget, charged_budget_at, find_rule, schedule
 from ragblend.engine.vllm_layers import PagedKV, PagedSource, VllmLayers
 from ragblend.engine.vllm_params import BlendParams, VllmReport
 from ragblend.errors import DamagedEntryError
@@ -53,6 +53,7 @@ class Job:
     stored: tuple[StoredSpan, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
+    check_layer: int = CHECK_LAYER
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class BlendWorker:
         params, layers = job.params, self.layers
         reuse = params.mode != "blend"
         rule = find_rule(params.rule, can_ask=False)
-        checks = _NO_RECOMPUTE if reuse else schedule(rule, job.ratio, layers.num_layers)
+        checks = _NO_RECOMPUTE if reuse else schedule(rule, job.ratio, layers.num_layers, None, job.check_layer)
         num_resident = yield from self._resident(job)
         damaged: set[str] = set()
         while True:
