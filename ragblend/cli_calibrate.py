@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +84,12 @@ def calibrate(
 ) -> None:
     """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it."""
     settings = settings_for_demo(locals()) if demo else settings_from(locals())
+    if settings.is_served:
+        raise UsageError(
+            f"{settings.backend} shows no distributions to compare; calibrate on the machine that has its store, with "
+            "--store: the server takes the profile from there"
+        )
+    settings = replace(settings, backend="transformers")  # vLLM uses the profile, too
     if plot is not None:
         from ragblend.bench.plots import require_matplotlib
 
@@ -154,14 +163,13 @@ def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, see
 
 def facts_of(found: Calibration, model: str, questions: Path | None) -> dict[str, Any]:
     """The calibration as plain JSON values, with the machine that it was measured on."""
-    from dataclasses import asdict
-
     from ragblend.bench.hardware import hardware_card
 
     profile, held = found.profile, found.held_out
     body = profile.as_dict()["profile"]
     del body["prefix_ids"], body["created_s"]
     return {
+        "command": shlex.join(["ragblend", *sys.argv[1:]]),
         "hardware": hardware_card(),
         "model": model,
         "questions": "generated" if questions is None else questions.name,
