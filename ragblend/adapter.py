@@ -103,7 +103,7 @@ class BlendModel(BaseModel):
     on_miss: str = "store"
     mode: Mode = "blend"
     rule: str = "auto"
-    recompute_ratio: RatioChoice = None
+    recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     temperature: float | None = 0.0
     top_p: float | None = None

@@ -57,8 +57,11 @@ RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to 
 
 
 def parse_ratio(text: str) -> float | str:
-    """A share, or "auto"."""
-    return text if text == "auto" else float(text)
+    """A share, or "auto"; raises UsageError for anything else."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no share; choose 0 (full reuse) to 1 (recompute all), or auto") from error
 
 
 RatioOption = Annotated[

@@ -99,6 +99,13 @@ def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, q
         assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
 
 
+@pytest.mark.parametrize("ratio", ["all", "1.5"])
+def test_a_ratio_that_cannot_be_is_refused_and_auto_is_offered(run, ratio):
+    code, _, err = run("ask", "Who?", "--ratio", ratio, *PLACE)
+    assert code == 2
+    assert "auto" in err
+
+
 def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
     question = questions[0]["question"]
     plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)

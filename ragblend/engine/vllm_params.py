@@ -9,7 +9,8 @@ Shared by the connector and by every client of a vLLM server, so it imports neit
 `spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix. Keys are
 never sent: the connector computes them from the ids. All fields but `mode` and `spans` have defaults.
 
-- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed.
+- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
+  what was calibrated in the server's store; null is what the server was started with, else the same.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
 - "ingest": one span, with at least one id after it (any: vLLM must have a token to sample from). The span is computed
   behind the ids before it, and stored. Ask for one token and ignore it.
