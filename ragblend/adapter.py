@@ -23,7 +23,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragblend.engine.report import MODES, Generation, Mode
+from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
 from ragblend.recovery import Block, check_separator, recover
 from ragblend.registry import ChunkRegistry, registry_of
@@ -56,7 +56,7 @@ class CallOptions:
 
     mode: Mode = "blend"
     rule: str = "auto"
-    recompute_ratio: float | None = None
+    recompute_ratio: RatioChoice = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -103,7 +103,7 @@ class BlendModel(BaseModel):
     on_miss: str = "store"
     mode: Mode = "blend"
     rule: str = "auto"
-    recompute_ratio: float | None = None
+    recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     temperature: float | None = 0.0
     top_p: float | None = None
@@ -275,8 +275,8 @@ def _check(settings: Any) -> None:
     if settings.mode not in MODES:
         raise UsageError(f"mode is {settings.mode!r}; choose one of {', '.join(MODES)}")
     ratio = settings.recompute_ratio
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise UsageError(f"recompute_ratio is {ratio}; choose 0 (reuse) to 1 (full prefill)")
+    if ratio not in (None, "auto") and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
+        raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (reuse) to 1 (full prefill), or 'auto'")
     if settings.separator is not None:
         check_separator(settings.separator)
 

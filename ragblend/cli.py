@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 
 from ragblend.cli_bench import bench_app
+from ragblend.cli_calibrate import calibrate_app
 from ragblend.cli_explain import explain
 from ragblend.cli_support import (
     BackendOption,
@@ -76,6 +77,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(explain)
+app.add_typer(calibrate_app)
 
 
 @app.command()

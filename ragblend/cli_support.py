@@ -62,7 +62,25 @@ NeighbourKvOption = Annotated[
 OrderOption = Annotated[str | None, typer.Option("--order", help="Chunks by 'score' or in 'document' order.")]
 ModeOption = Annotated[str | None, typer.Option("--mode", help="blend, full, prefix or reuse.")]
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Which tokens to recompute: auto, cacheblend, ...")]
-RatioOption = Annotated[float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
+
+
+def parse_ratio(text: str) -> float | str:
+    """A share, or "auto"; raises UsageError for anything else."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no share; choose 0 (full reuse) to 1 (recompute all), or auto") from error
+
+
+RatioOption = Annotated[
+    Any,
+    typer.Option(
+        "--ratio",
+        parser=parse_ratio,
+        metavar="SHARE|auto",
+        help="Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.",
+    ),
+]
 MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 VllmOptions = Annotated[
     str | None,
@@ -144,7 +162,11 @@ def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
     """The index that the settings name, checked against the engine's tokenizer."""
     from ragblend.precompute import open_engine_index
 
-    return open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+    index = open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+    profiles = getattr(engine, "profiles", None)
+    if profiles is not None:
+        profiles.chunker = index.manifest.chunker  # of several calibrations the one of this index
+    return index
 
 
 def embedder_name(settings: Settings) -> str | None:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
 
@@ -38,7 +38,7 @@ class Settings:
     order: str = "score"  # score, or document: hits in reading order
     mode: str = "blend"
     rule: str = "auto"
-    ratio: float | None = None  # recompute ratio; None is the rule's default
+    ratio: float | Literal["auto"] | None = None  # recompute ratio; None and "auto": calibrated, else the default
     max_tokens: int = 256
     system: str | None = None
     namespace: str = ""
@@ -46,8 +46,10 @@ class Settings:
     shadow: float = 0.0  # share of the requests that full prefill runs beside, to count how often they agree
 
     def __post_init__(self) -> None:
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise UsageError(f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        if self.ratio not in (None, "auto") and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
+            raise UsageError(
+                f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token), or auto"
+            )
         if not 0 <= self.shadow <= 1:
             raise UsageError(f"shadow is {self.shadow}; choose 0 (off) to 1 (full prefill beside every request)")
         for name in ("chunk_size", "k", "max_tokens"):
@@ -113,6 +115,8 @@ def _cast(name: str, value: Any, origin: str) -> Any:
     """`value` as the setting's type; text from the environment is parsed."""
     hint = get_type_hints(Settings)[name]
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    if any(get_origin(kind) is Literal and value in get_args(kind) for kind in kinds):
+        return value
     try:
         if kinds[0] is bool and isinstance(value, str):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]

@@ -59,6 +59,11 @@ class Manifest:
     num_chunks: int
     vectors_sha256: str
 
+    @property
+    def chunker(self) -> str:
+        """What the index was cut with, as calibrations name it."""
+        return f"{self.chunk_size} tokens"
+
 
 def open_index(
     path: str | Path,

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from ragblend.engine import register_model
 from ragblend.engine.remote import open_remote
+from ragblend.engine.report import RatioChoice
 from ragblend.engine.vllm_launch import (
     LOOPBACK,
     environment,
@@ -38,7 +39,7 @@ class ServeOptions:
     port: int = 8000
     api_key: str | None = None
     dtype: str = "auto"
-    ratio: float | None = None
+    ratio: RatioChoice = None
     rule: str | None = None
     separator: str | None = None
     separator_end: str | None = None

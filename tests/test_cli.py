@@ -30,6 +30,7 @@ COMMANDS = (
     "doctor",
     "serve",
     "bench",
+    "calibrate",
     "demo",
 )
 
@@ -97,6 +98,13 @@ def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, q
         blend = json.loads(run("ask", item["question"], "--mode", "blend", "--ratio", "1.0", *common)[1])
         assert blend["answer"] == full["answer"] != ""
         assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
+
+
+@pytest.mark.parametrize("ratio", ["all", "1.5"])
+def test_a_ratio_that_cannot_be_is_refused_and_auto_is_offered(run, ratio):
+    code, _, err = run("ask", "Who?", "--ratio", ratio, *PLACE)
+    assert code == 2
+    assert "auto" in err
 
 
 def test_ask_streams_the_same_answer_and_lists_sources(run, questions):

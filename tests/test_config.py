@@ -61,6 +61,15 @@ def test_numbers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert settings.ratio == 0.25
     assert settings.memory_gib == 3.0
     assert isinstance(settings.memory_gib, float)
+    monkeypatch.setenv("RAGBLEND_RATIO", "auto")
+    assert load_settings(directory=tmp_path).ratio == "auto"
+
+
+def test_a_ratio_may_be_what_was_calibrated(tmp_path: Path):
+    assert load_settings(directory=write(tmp_path, 'ratio = "auto"')).ratio == "auto"
+    assert load_settings({"ratio": "auto"}, tmp_path / "nowhere").ratio == "auto"
+    with pytest.raises(UsageError, match=r"ratio is all.*or auto"):
+        load_settings({"ratio": "all"}, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

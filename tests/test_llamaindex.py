@@ -124,6 +124,15 @@ def test_ratio_one_is_full_prefill(llm: BlendLLM) -> None:
     assert llm.complete(prompt, recompute_ratio=1.0).text == llm.complete(prompt, mode="full").text
 
 
+def test_a_calibrated_ratio_is_named_auto(llm: BlendLLM) -> None:
+    prompt = f"{A}\n\n{B}\n\n{QUESTION}"
+    auto = BlendLLM(engine=llm.engine, max_tokens=6, recompute_ratio="auto").complete(prompt)
+    called = llm.complete(prompt, recompute_ratio="auto")
+    for response in (auto, called):  # nothing is calibrated in a store in memory
+        assert (response.text, response.raw["ragblend"]["recompute_ratio"]) == (answer(llm), 0.15)
+        assert response.raw["ragblend"]["predicted_agreement"] is None
+
+
 def test_first_tokens_stream_before_the_last_and_closing_frees_the_engine(llm: BlendLLM) -> None:
     long: Any = BlendLLM(engine=llm.engine, max_tokens=400).stream_complete(QUESTION)
     next(long)

@@ -25,13 +25,16 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import add_ai_message_chunks
+from langchain_core.prompt_values import ChatPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import ValidationError
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.adapter import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.selection import DEFAULT_RATIO
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.llm import BlendLLM, ChatBlend
@@ -220,6 +223,32 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
     first = {"mode": "reuse", "rule": "first_k", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
     assert engine.options == [{"recompute_ratio": None, **first}, {**first, **second}]
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_a_calibrated_ratio_is_named_auto(
+    kind: type[ChatBlend | BlendLLM], tiny_engine: Callable[..., TransformersEngine], tmp_path: Path
+) -> None:
+    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False))
+    precompute_and_register([A, B], engine)
+    llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
+
+    def report(**call: Any) -> dict[str, Any]:
+        (made,), *_ = llm.generate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])], **call).generations
+        facts = made.message.response_metadata if kind is ChatBlend else made.generation_info
+        return dict(facts["ragblend"])
+
+    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
+    prompt = SegmentedPrompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
+    prefix_ids = engine.segmenter.tokenize(prompt).prefix_ids
+    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
+    fit = Fit("cacheblend", 1, 0.4, True, 0.9, 0.8, 1.0, points)
+    facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, "agreement 0.9", 60, "k 2", NoiseFloor(1.0, 0.0))
+    DiskStore(tmp_path, fsync=False).put_profile(Profile(*facts, (fit,)))
+    assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
+    assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
+    with pytest.raises(UsageError, match="'auto'"):
+        report(recompute_ratio="most")
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -493,6 +522,7 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     [
         ({"mode": "fast"}, ValidationError),
         ({"recompute_ratio": 2.0}, ValidationError),
+        ({"recompute_ratio": "most"}, ValidationError),
         ({"recompute_rato": 0.2}, ValidationError),
         ({"max_tokens": 0}, UsageError),
         ({"rule": "best"}, UsageError),

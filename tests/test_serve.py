@@ -147,6 +147,7 @@ def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path: Path, monkey
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith("--port 8001 --max-model-len 512 -tp 2 --enforce-eager")
     assert '"ratio":0.5' in shown
+    assert extra(launch(store=str(tmp_path), ratio="auto").command)["ratio"] == "auto"
 
 
 def test_the_lmcache_line_is_marked_experimental(monkeypatch: Any, capsys: Any) -> None:

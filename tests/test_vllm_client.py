@@ -200,6 +200,14 @@ def ids(segmenter: Segmenter, text: str) -> list[int]:
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ratio", [None, "auto", 0, 1])
+def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient, script: Script, ratio: Any) -> None:
+    script.report = VllmReport("blend", "cacheblend_k", 0.05, predicted_agreement=0.97)
+    report = client.generate(PROMPT, recompute_ratio=ratio, max_tokens=3).report
+    assert script.bodies[0]["kv_transfer_params"][PARAMS_KEY]["ratio"] == ratio
+    assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.05, 0.97)
+
+
 def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     answer = client.generate(

@@ -126,6 +126,49 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_calibration(facts: Mapping[str, Any], path: Path) -> None:
+    """Write two panels of `calibrate` over the charged budget, a line per rule with 95 % intervals: agreement with full
+    prefill's first token, and KL. A ring marks the ratio that was fitted."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    agreement, divergence = figure.subplots(1, 2)
+    for colour, fit in zip(itertools.cycle(_RULE_COLOURS), facts["fits"], strict=False):
+        label = f"{fit['rule']}, layer {fit['check_layer']}"
+        _plot_points(agreement, fit, "agreement", ("low", "high"), 0.0, colour, label)
+        _plot_points(divergence, fit, "kl", ("kl_low", "kl_high"), _MIN_KL, colour, label)
+    agreement.set_ylabel("first token is full prefill's")
+    divergence.set_ylabel("KL(full || blend) of the first token, nats")
+    divergence.set_yscale("log")
+    for axes in (agreement, divergence):
+        axes.set_xlabel("charged budget (0 = full reuse)")
+        axes.grid(alpha=0.3)
+    agreement.legend(fontsize="small", loc="lower right")
+    figure.suptitle(
+        f"{facts['model']}, {facts['num_questions']} questions, target {facts['target']}: ratio {facts['ratio']:g}",
+        fontsize="medium",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _plot_points(
+    axes: Any, fit: Mapping[str, Any], what: str, bounds: tuple[str, str], least: float, colour: str, label: str
+) -> None:
+    """`what` of a fit's curve over its charged budget; a point that is not above `least` cannot be drawn."""
+    points = [point for point in fit["curve"] if point[what] > least]
+    budgets, values = [point["charged_budget"] for point in points], [point[what] for point in points]
+    below = [max(0.0, point[what] - point[bounds[0]]) for point in points]
+    above = [max(0.0, point[bounds[1]] - point[what]) for point in points]
+    axes.errorbar(budgets, values, [below, above], label=label, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
+    chosen = [point for point in points if point["ratio"] == fit["ratio"]]
+    places = [point["charged_budget"] for point in chosen]
+    axes.plot(places, [point[what] for point in chosen], marker="o", ms=10, mfc="none", ls="", color=colour)
+
+
 def _curves(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Blend runs by rule, ascending ratio; full reuse is every rule's ratio 0."""
     reuse = [run for run in runs if run["mode"] == "reuse"]

@@ -3,6 +3,7 @@
     ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
     ROOT/models/FINGERPRINT.json    whose KV the store holds
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
+    ROOT/profiles/NAME.json         what was calibrated (see `profile`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
 its room.
@@ -32,6 +33,7 @@ from xxhash import xxh3_128_hexdigest
 from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
 from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
+from ragblend.engine.profile import PROFILES_DIR, Profile
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, StoreNotWritableError, UsageError
@@ -342,6 +344,13 @@ class DiskStore:
             except (OSError, ValueError, TypeError) as error:
                 log.warning("model descriptor %s is skipped: %s", path, error)
         return found
+
+    def put_profile(self, profile: Profile) -> Path:
+        """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
+        path = self.root / PROFILES_DIR / profile.filename
+        data = json.dumps(profile.as_dict(), indent=1).encode() + b"\n"
+        self._replace(path, len(data), lambda stream: stream.write(data))
+        return path
 
     @contextmanager
     def _room_for(self, header: KVHeader, nbytes: int) -> Iterator[None]:

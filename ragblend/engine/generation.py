@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ragblend.engine.decoding import Sampler, Sampling, StopScanner
 from ragblend.engine.fusor import FusedKV
-from ragblend.engine.report import BlendReport, Generation, Mode
+from ragblend.engine.profile import Fit
+from ragblend.engine.report import BlendReport, Generation, Mode, RatioChoice
 from ragblend.engine.selection import Check
 from ragblend.errors import RagblendError
 from ragblend.segments import Segment, Segmenter, TextStream, TokenizedPrompt
@@ -42,7 +43,7 @@ class Options(TypedDict, total=False):
 
     mode: Mode
     rule: str
-    recompute_ratio: float | None
+    recompute_ratio: RatioChoice
     checks: Sequence[Check] | None
     max_tokens: int
     temperature: float
@@ -65,6 +66,20 @@ class Request:
     sampling: Sampling
     stop: tuple[str, ...]
     conversation: Conversation | None
+    fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
+    is_auto_ratio: bool = False  # nobody named `ratio`: it may be raised where recompute costs no time
+
+    @property
+    def calibrated(self) -> Fit | None:
+        """The fit, if it is of the rule that this request runs."""
+        applies = self.fit is not None and self.checks is None and self.rule in ("auto", self.fit.rule)
+        return self.fit if applies else None
+
+    def predicted_agreement(self, ratio: float) -> float | None:
+        """What the calibration expects of an answer with the share `ratio` recomputed; None where it says nothing."""
+        if self.calibrated is None or self.mode not in ("blend", "reuse"):
+            return None
+        return self.calibrated.agreement_at(ratio)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.attention import Queries
 from ragblend.engine.kv import ChunkKV, LayerKV
-from ragblend.engine.report import Generation, Mode
+from ragblend.engine.report import Generation, Mode, RatioChoice
 from ragblend.segments import Part, SegmentedPrompt, Segmenter
 
 
@@ -180,7 +180,7 @@ class Engine(Protocol):
         *,
         mode: Mode = "blend",
         rule: str = "auto",
-        recompute_ratio: float | None = None,
+        recompute_ratio: RatioChoice = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -193,7 +193,7 @@ class Engine(Protocol):
         *,
         mode: Mode = "blend",
         rule: str = "auto",
-        recompute_ratio: float | None = None,
+        recompute_ratio: RatioChoice = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,

@@ -13,6 +13,7 @@ from ragblend.engine.agreement import ShadowReport
 Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 PrefixMatch = Literal["exact", "approximate"]
+RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class BlendReport:
     attention_recomputed: float | None = None  # on recomputed ones,
     attention_stale: float | None = None  # and on those whose stored KV never saw the chunks before; they sum to 1
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
+    predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
     num_damaged_entries: int = 0
     shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
     chunks: list[ChunkReport] = field(default_factory=list)

@@ -269,10 +269,15 @@ def settle(
     num_candidates: int,
     num_chunk_tokens: int,
     checks: Sequence[Check] | None = None,
+    fitted: tuple[str, int] | None = None,
 ) -> Choice:
-    """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay."""
-    rule = find_rule(name)
-    chosen = schedule(rule, ratio, num_layers, checks)
+    """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay.
+
+    fitted: the rule and check layer that a calibration takes for `name`.
+    """
+    taken, check_layer = fitted or (name, CHECK_LAYER)
+    rule = find_rule(taken)
+    chosen = schedule(rule, ratio, num_layers, checks, check_layer)
     if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
         rule = find_rule(FALLBACK)
         chosen = schedule(rule, ratio, num_layers, checks)

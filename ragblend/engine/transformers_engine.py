@@ -28,16 +28,15 @@ from ragblend.engine.generation import Backfill, Conversation, GenerationStream,
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, dtype_name
 from ragblend.engine.loader import LayerLoader
+from ragblend.engine.profile import Profiles, profile_root
 from ragblend.engine.protocols import KVStore
-from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode
+from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.selection import (
-    DEFAULT_RATIO,
     RULES,
     Check,
     Choice,
     charged_budget,
     charged_budget_at,
-    check_ratio,
     find_rule,
     schedule,
     settle,
@@ -86,6 +85,7 @@ class TransformersEngine:
         self.fingerprint = fingerprint
         self.segmenter = segmenter
         self.store = store
+        self.profiles = Profiles(profile_root(store), fingerprint)
         self.system = system
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
@@ -187,7 +187,7 @@ class TransformersEngine:
         *,
         mode: Mode = "blend",
         rule: str = "auto",
-        recompute_ratio: float | None = None,
+        recompute_ratio: RatioChoice = None,
         checks: Sequence[Check] | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
@@ -198,8 +198,9 @@ class TransformersEngine:
     ) -> Request:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default. `checks` sets
-        several check layers with their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier
+        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; "auto" is what `ragblend calibrate` found
+        for this store, and so is None (without a calibration: the default). `checks` sets several check layers with
+        their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier
         turns are not prefilled again. Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         if mode not in MODES:
@@ -209,19 +210,21 @@ class TransformersEngine:
         known_rule = find_rule(rule)
         if checks is not None:
             schedule(known_rule, 0.0, self.layers.num_layers, checks)
-        ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
+        choice = self.profiles.choose(tokenized.prefix_ids, rule, recompute_ratio)
         self._check_length(tokenized.num_tokens + 1, "prompt")
         return Request(
             tokenized,
             mode,
             rule,
-            ratio,
+            choice.ratio,
             tuple(checks) if checks is not None else None,
             max_tokens,
             Sampling(temperature, top_p, seed),
             (stop,) if isinstance(stop, str) else tuple(stop or ()),
             conversation,
+            choice.fit,
+            choice.is_auto_ratio,
         )
 
     def prefill(self, request: Request) -> Prefilled:
@@ -281,6 +284,7 @@ class TransformersEngine:
             probe_s=result.probe_s,
             num_prefix_tokens=num_resident,
         )
+        report.predicted_agreement = request.predicted_agreement(report.recompute_ratio)
         self._count(report, request, plan, hits, result, num_resident)
         segments = [segment for segment in prompt.chunk_segments if segment.start >= num_resident]
         misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
@@ -373,6 +377,7 @@ class TransformersEngine:
                 num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
                 num_chunk_tokens=num_stored,
                 checks=request.checks,
+                fitted=request.calibrated.reads if request.calibrated is not None else None,
             )
         return FusePlan(
             self._ids(prompt.token_ids),

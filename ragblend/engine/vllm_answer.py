@@ -23,8 +23,17 @@ from ragblend.engine.decoding import Sampling, StopScanner
 from ragblend.engine.generation import Backfill
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.protocols import KVStore
-from ragblend.engine.report import MODES, BlendReport, ChunkReport, FinishReason, Generation, Mode, PrefixMatch
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.report import (
+    MODES,
+    BlendReport,
+    ChunkReport,
+    FinishReason,
+    Generation,
+    Mode,
+    PrefixMatch,
+    RatioChoice,
+)
+from ragblend.engine.selection import find_rule
 from ragblend.engine.shadow import Shadow, runs_alike
 from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
@@ -81,7 +90,7 @@ class VllmStream:
         self._start_s = perf_counter()
         self._pieces = self._run()
         params = request.params
-        report = BlendReport(_mode(params.mode), params.rule, params.ratio or 0.0)
+        report = BlendReport(_mode(params.mode), params.rule, _number(params.ratio))
         report.prompt_tokens = request.prompt.num_tokens
         report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
         report.num_chunks = len(report.chunks)
@@ -272,7 +281,7 @@ class VllmBase(ABC):
         *,
         mode: Mode = "blend",
         rule: str = "auto",
-        recompute_ratio: float | None = None,
+        recompute_ratio: RatioChoice = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -281,6 +290,7 @@ class VllmBase(ABC):
     ) -> VllmRequest:
         """What to answer and how, tokenized and checked. The options are the transformers engine's.
 
+        A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         if mode not in MODES:
@@ -288,14 +298,15 @@ class VllmBase(ABC):
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
         find_rule(rule)
-        ratio = check_ratio(DEFAULT_RATIO if recompute_ratio is None else recompute_ratio)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         StopScanner(stops)  # refuses an empty stop string
         return VllmRequest(
             tokenized,
-            BlendParams(mode, rule, ratio, _spans(tokenized), self.namespace, seed or 0, _template(tokenized)),
+            BlendParams(
+                mode, rule, recompute_ratio, _spans(tokenized), self.namespace, seed or 0, _template(tokenized)
+            ),
             min(max_tokens, self.context_length - tokenized.num_tokens),
             Sampling(temperature, top_p, seed),
             stops,
@@ -376,6 +387,11 @@ def _source(segment: Segment) -> str:
     return segment.chunk.source if segment.chunk is not None else ""
 
 
+def _number(ratio: RatioChoice) -> float:
+    """The ratio, as far as it is known on this side."""
+    return 0.0 if ratio is None or isinstance(ratio, str) else ratio
+
+
 def _mode(mode: str) -> Mode:
     return next((known for known in MODES if known == mode), "blend")
 
@@ -410,6 +426,7 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
         "attention_recomputed",
         "attention_stale",
         "mean_deviation",
+        "predicted_agreement",
         "load_s",
         "stall_s",
         "fuse_s",

@@ -14,8 +14,10 @@ from ragblend.config import read_environment
 from ragblend.engine import open_store
 from ragblend.engine.eviction import Policy
 from ragblend.engine.remote import RemoteStore, open_remote
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.report import RatioChoice
+from ragblend.engine.selection import find_rule
 from ragblend.engine.store import TieredStore
+from ragblend.engine.vllm_params import check_ratio_choice
 from ragblend.errors import UsageError
 
 TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib")
@@ -35,7 +37,7 @@ class ConnectorConfig:
     eviction: Policy = "lru"
     quota_gib: float | Mapping[str, float] = 0.0
     rule: str = "auto"  # for requests that name none, and those marked by separators
-    ratio: float = DEFAULT_RATIO
+    ratio: RatioChoice = None  # for the same; None or "auto": what was calibrated, else the default
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
@@ -45,7 +47,7 @@ class ConnectorConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
+        check_ratio_choice(self.ratio)
         find_rule(self.rule)
         for name in ("memory_gib", "disk_gib", "slice_tokens", "max_runs"):
             if getattr(self, name) < 0:

@@ -24,9 +24,9 @@ from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_n
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import dtype_name
+from ragblend.engine.profile import Profiles
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.remote import RemoteStore
-from ragblend.engine.selection import find_rule
 from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_fetch import Arrival, RemoteFetch
@@ -141,6 +141,7 @@ class _Asked:
     stored: tuple[StoredSpan, ...] = ()
     coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
     waited_s: float = 0.0  # for those
+    fitted: tuple[str, int] | None = None  # see Job
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -177,6 +178,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if self._remote is not None:
                 self._fetch = RemoteFetch(self._remote, self._disk, self.config.remote_timeout_s)
             self.fingerprint = model_fingerprint(model)
+            self._profiles = Profiles(self._disk.root, self.fingerprint)
             self._note_model(model)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
@@ -219,16 +221,20 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ids is None:
             raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
         params.check_length(len(ids))
-        params = replace(params, rule=self.config.rule if params.rule == "auto" else params.rule)
-        rule = find_rule(params.rule)
+        rule = self.config.rule if params.rule == "auto" else params.rule
+        ratio = self.config.ratio if params.ratio is None else params.ratio
+        choice = self._profiles.choose(tuple(ids[: params.spans[0][0]]) if params.spans else (), rule, ratio)
+        params = replace(params, rule=rule, ratio=choice.ratio)
         blends = params.mode == "blend"
-        ratio = self._ratio(params) if blends else float(params.mode == "full")
-        report = VllmReport(params.mode, rule.name if blends else "none", ratio)
+        used = choice.ratio if blends else float(params.mode == "full")
+        report = VllmReport(params.mode, choice.rule if blends else "none", used)
+        if choice.fit is not None and params.mode in ("blend", "reuse"):
+            report.predicted_agreement = choice.fit.agreement_at(used)
         report.num_chunks = len(params.spans)
         report.prefix_match = [None] * len(params.spans)
         if params.spans:
             report.charged_budget = report.charged_budget_32 = 1.0
-        asked = _Asked(params, report)
+        asked = _Asked(params, report, fitted=choice.fit.reads if choice.fit is not None else None)
         if params.mode in ("full", "prefix") or not params.spans:
             return asked
         if request.skip_reading_prefix_cache:
@@ -260,9 +266,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 asked.end = asked.stored[-1].end if asked.stored else 0
         if asked.end:  # blended KV is approximate: nobody else may find it by its token ids
             _hide_from_prefix_cache(request)
-
-    def _ratio(self, params: BlendParams) -> float:
-        return self.config.ratio if params.ratio is None else params.ratio
 
     def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """Stored chunks of the prompt, each from the best context that it is stored behind."""
@@ -322,12 +325,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Job(
                 request.request_id,
                 asked.params,
-                self._ratio(asked.params),
+                asked.report.ratio,
                 tuple(request.prompt_token_ids),
                 asked.end,
                 asked.stored,
                 tuple(blocks.get_block_ids()[0]),
                 self.fingerprint,
+                asked.fitted,
             )
         )
 
@@ -351,6 +355,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._stats.add(damaged_entries=report.num_damaged_entries, recomputed_tokens=report.num_recomputed_tokens)
             self._stats.add(reused_tokens=report.num_reused_tokens)
             if asked is not None:
+                report.predicted_agreement = asked.report.predicted_agreement
                 asked.report = report
                 if report.refused_reason:
                     asked.end = 0  # or what failed once would be tried for ever

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.kv import dtype_name
-from ragblend.engine.selection import check_ratio, find_rule
+from ragblend.engine.report import RatioChoice
+from ragblend.engine.selection import find_rule
 from ragblend.engine.transformers_model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
+from ragblend.engine.vllm_params import check_ratio_choice
 from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter, prompt_format
@@ -122,7 +124,7 @@ def transfer_config(
     *,
     model: str,
     rule: str | None = None,
-    ratio: float | None = None,
+    ratio: RatioChoice = None,
     separator: str | None = None,
     separator_end: str | None = None,
     system: str | None = None,
@@ -143,7 +145,8 @@ def transfer_config(
     if rule is not None:
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
-        extra["ratio"] = check_ratio(ratio)
+        check_ratio_choice(ratio)
+        extra["ratio"] = ratio
     declared = getattr(segmenter.format, "chunk_prefix", "")
     if separator is None and declared:
         separator, separator_end = declared, getattr(segmenter.format, "question_prefix", "") or None

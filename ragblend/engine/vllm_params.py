@@ -11,7 +11,8 @@ behind the last the question. Keys are never sent: the connector computes them f
 tokens at the front and at the end of each span are the chunks' template and not their text; rules that ask the question
 recompute those last. All fields but `mode` and `spans` have defaults.
 
-- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed.
+- "blend", "reuse": stored chunks are placed; the share `ratio` of their tokens (0 in "reuse") is recomputed. "auto" is
+  what was calibrated in the server's store; null is what the server was started with, else the same.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
 - "ingest": one span, with at least one id after it (any: vLLM must have a token to sample from). The span is computed
   behind the ids before it, and stored. Ask for one token and ignore it.
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from ragblend.engine.report import RatioChoice
 from ragblend.errors import UsageError
 
 PARAMS_KEY = "ragblend"
@@ -40,7 +42,7 @@ class BlendParams:
 
     mode: VllmMode = "blend"
     rule: str = "auto"
-    ratio: float | None = None  # share of chunk tokens to recompute; None is the server's default
+    ratio: RatioChoice = None  # share of chunk tokens to recompute; None is the server's, "auto" what was calibrated
     spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
@@ -54,8 +56,7 @@ class BlendParams:
             raise UsageError(f"mode is {self.mode!r}; choose one of {', '.join(VLLM_MODES)}")
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
             raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
-        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio <= 1):
-            raise UsageError(f"ratio is {self.ratio!r}; choose 0 (full reuse) to 1 (recompute every chunk token)")
+        check_ratio_choice(self.ratio)
         if not _is_int(self.seed):
             raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
         for span in self.spans:
@@ -132,6 +133,7 @@ class VllmReport:
     attention_recomputed: float | None = None
     attention_stale: float | None = None
     mean_deviation: float | None = None
+    predicted_agreement: float | None = None
     load_s: float = 0.0  # reading and placing stored KV
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0  # computing, waiting for turns between slices left out
@@ -189,13 +191,17 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return found
 
 
+def check_ratio_choice(ratio: object) -> None:
+    """Raise UsageError for what is neither a share, "auto" nor None."""
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if ratio in (None, "auto") or (is_number and 0 <= ratio <= 1):  # type: ignore[operator]
+        return
+    raise UsageError(f"ratio is {ratio!r}; choose 0 (full reuse) to 1 (recompute every chunk token), or 'auto'")
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -55,6 +55,7 @@ class Job:
     stored: tuple[StoredSpan, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
+    fitted: tuple[str, int] | None = None  # what a calibration takes for the rule asked for, and the layer it reads
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -217,6 +218,7 @@ class BlendWorker:
                 num_fresh=num_tokens - num_resident - num_stored,
                 num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
                 num_chunk_tokens=num_stored,
+                fitted=job.fitted,
             )
         separators = torch.zeros(num_tokens, dtype=torch.bool)
         separators[list(params.separators)] = True

@@ -67,6 +67,8 @@ def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 
         "sampling": Sampling(),
         "stop": (),
         "conversation": None,
+        "fit": None,
+        "is_auto_ratio": False,
         **changes,
     }
     assert set(values) == {field.name for field in fields(Request)}

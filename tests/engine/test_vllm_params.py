@@ -31,6 +31,7 @@ def test_parameters_survive_json():
     assert parse_params(json.loads(json.dumps(params.as_dict()))) == params
     assert parse_params({}) == BlendParams()
     assert params.separators == (3, 4, 9, 17, 18, 19)
+    assert parse_params({"ratio": "auto"}).ratio == "auto"
 
 
 def test_a_report_survives_json_and_newer_fields():
@@ -64,6 +65,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"mode": "guess"}, "'guess'"),
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
+        ({"ratio": "all"}, "'all'"),
         ({"spans": [[4, 4]]}, r"\(4, 4\)"),
         ({"spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest"}, "exactly one span"),

@@ -16,6 +16,7 @@ def test_settings_are_read_from_json_values():
     config = ConnectorConfig.read({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "first_k"})
     assert config.prefix_ids == (1, 2)
     assert config.ratio == 0.2
+    assert ConnectorConfig.read({"ratio": "auto"}).ratio == "auto"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from harness import recorded_selections
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.report import MODES
-from ragblend.engine.selection import RULES
+from ragblend.engine.selection import DEFAULT_RATIO, RULES
 from ragblend.engine.shadow import Shadow
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
@@ -94,6 +96,9 @@ def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
         assert ours.report.num_chunk_hits == 3
         assert selections == [sorted(theirs.recomputed.tolist())]
         assert (ours.report.rule, ours.report.probe_s > 0) == (theirs.report.rule, theirs.report.probe_s > 0)
+        for name in ("attention_exact", "attention_recomputed", "attention_stale", "mean_deviation"):
+            seen, expected = getattr(ours.report, name), getattr(theirs.report, name)
+            assert seen == (expected if expected is None else pytest.approx(expected, rel=1e-3, abs=1e-5)), name
 
 
 def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: Any) -> None:
@@ -133,6 +138,34 @@ def test_a_forgotten_chunk_is_a_miss_until_it_is_precomputed_again(engine: Any) 
     assert [chunk.hit for chunk in answer.report.chunks] == [True, False, True]
     assert engine.precompute(B) > 0
     assert engine.precompute(B) == 0
+
+
+def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: Path) -> None:
+    before = engine.generate(PROMPT, max_tokens=1).report
+    assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
+    point = CurvePoint(0.0, 0.0, 0.5, 0.4, 0.6, 1.0, 0.9, 1.1, 0.0)
+    points = (
+        point,
+        point._replace(ratio=0.5, agreement=0.9, high=1.0),
+        point._replace(ratio=1.0, agreement=1.0, high=1.0),
+    )
+    fit = Fit("cacheblend_k", 2, 0.5, True, 0.8, 0.7, 0.9, points)
+    floor = NoiseFloor(1.0, 0.0)
+    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, "agreement 0.8", 60, "k 3", floor)
+    path = DiskStore(store).put_profile(Profile(*facts, (fit,)))
+    for ratio in (None, "auto"):
+        report = engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=1).report
+        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.5, 0.8)
+        # Layer 2 was read, so more tokens ran that far than with the usual layer 1.
+        usual = engine.generate(PROMPT, rule="cacheblend", recompute_ratio=0.5, max_tokens=1).report
+        assert report.charged_budget > usual.charged_budget
+        assert usual.predicted_agreement is None
+    asked = engine.generate(PROMPT, recompute_ratio=0.75, max_tokens=1).report
+    assert (asked.recompute_ratio, asked.predicted_agreement) == (0.75, pytest.approx(0.95))
+    assert engine.generate(PROMPT, mode="reuse", max_tokens=1).report.predicted_agreement == 0.5
+    assert engine.generate(PROMPT, mode="full", max_tokens=1).report.predicted_agreement is None
+    path.unlink()
+    assert engine.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.recompute_ratio == DEFAULT_RATIO
 
 
 def test_stop_strings_and_limits(engine: Any) -> None:
