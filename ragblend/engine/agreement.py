@@ -25,7 +25,7 @@ class ShadowCounters:
     share: float = 0.0  # of the requests that are to be shadowed
     num_requests: int = 0  # answers from fused KV ("blend", "reuse")
     num_shadowed: int = 0  # of them, compared with full prefill
-    num_dropped: int = 0  # chosen, but too many were waiting
+    num_dropped: int = 0  # chosen, but too many were waiting, or the engine was closed
     num_failed: int = 0  # chosen, but full prefill failed; the log says why
     num_first_tokens_same: int = 0  # of num_shadowed
     num_kl: int = 0  # where the engine tells the first token's distribution

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from torch import Tensor
@@ -41,6 +41,7 @@ class Shadow:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._pending: list[Future[None]] = []
+        self._closed = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-shadow") if share else None
 
     @property
@@ -58,7 +59,7 @@ class Shadow:
             if self._random.random() >= self.share:
                 return
             self._pending = [future for future in self._pending if not future.done()]
-            if len(self._pending) >= MAX_WAITING:
+            if len(self._pending) >= MAX_WAITING or self._closed:
                 self._counters.num_dropped += 1
                 return
             self._pending.append(self._executor.submit(self._work, compare, report))
@@ -67,11 +68,12 @@ class Shadow:
         """Wait for the comparisons that were chosen so far. Raises nothing: failures are counted and logged."""
         with self._lock:
             pending = list(self._pending)
-        for future in pending:
-            future.result()
+        wait(pending)
 
     def close(self) -> None:
         """Finish the comparison under way, if there is one, and drop those that wait."""
+        with self._lock:
+            self._closed = True  # an answer may still be streaming
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 

@@ -238,6 +238,9 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
     assert not closing.is_alive()
     assert reports[0].shadow is not None
     assert reports[2].shadow is None
+    shadow.consider(compare, BlendReport("blend", "repair", 0.15))  # an answer that ended after the engine did
+    assert shadow.counters.num_dropped == 1
+    shadow.flush()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
