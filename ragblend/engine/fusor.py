@@ -6,6 +6,7 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ragblend.engine.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
-from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel
+from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel, PackingModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
 
 _T = TypeVar("_T")
@@ -382,6 +383,27 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHe
         yield len(rows)
     assert header.dtype == dtype_name(stored[0].keys.dtype)
     return MemoryKV(header, tuple(stored))
+
+
+@torch.inference_mode()
+def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[KVHeader]) -> list[MemoryKV]:
+    """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
+
+    Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.
+    """
+    device = prefix.keys(0).device
+    counts = [header.num_tokens for header in headers]
+    rows = torch.cat([torch.arange(prefix.length, prefix.length + count, device=device) for count in counts])
+    ends = list(itertools.accumulate(counts))
+    spans = tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))
+    hidden = model.embed(torch.tensor([token for header in headers for token in header.token_ids], device=device))
+    stored: list[list[LayerKV]] = [[] for _ in headers]
+    for layer in range(model.num_layers):
+        hidden, kv = model.run_packed_layer(layer, hidden, rows, spans, prefix)
+        keys, values = kv.keys.cpu(), kv.values.cpu()
+        for layers, span in zip(stored, spans, strict=True):
+            layers.append(LayerKV(keys[:, span].contiguous(), values[:, span].contiguous()))
+    return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
 
 
 def _drain(steps: Generator[int, None, _T]) -> _T:

@@ -10,7 +10,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Unpack
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampling
-from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunks
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
+from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import KVHeader, dtype_name
+from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
@@ -40,7 +41,7 @@ from ragblend.engine.selection import (
     schedule,
 )
 from ragblend.engine.self_check import self_check
-from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
+from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
 from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -109,6 +110,16 @@ class TransformersEngine:
         """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
         return self._precompute(self.segmenter.chunk_ids(chunk))
 
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
+        """`precompute` of each, in order; short chunks share a pass, and the store is written meanwhile.
+
+        KV is that of `precompute` wherever a row of a matrix product does not depend on how many rows there are (so in
+        float32 on the CPUs tested), elsewhere up to the rounding of such a product.
+        """
+        limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
+        ids = map(self.segmenter.chunk_ids, chunks)
+        return prefill_all(ids, self._is_missing, self._prefill_chunks, self.store.put, limit)
+
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         if isinstance(self.store, Prefetches):
@@ -123,19 +134,27 @@ class TransformersEngine:
         return self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk))
 
     def _precompute(self, token_ids: tuple[int, ...]) -> int:
-        prefix_ids = self.default_prefix_ids
-        key = self._key(prefix_ids, token_ids)
-        if not token_ids or self.store.contains(key):
+        if not self._is_missing(token_ids):
             return 0
-        self._check_length(len(prefix_ids) + len(token_ids), "chunk")
-        dtype = dtype_name(self.layers.dtype)
-        header = KVHeader(
-            key, self.fingerprint, prefix_ids, token_ids, self.layers.num_layers, dtype, namespace=self.namespace
-        )
-        with self._lock:
-            kv = prefill_chunk(self.layers, self._prefix(prefix_ids), header)
+        (kv,) = self._prefill_chunks([token_ids])
         self.store.put(kv)
         return kv.nbytes
+
+    def _is_missing(self, token_ids: tuple[int, ...]) -> bool:
+        return bool(token_ids) and not self.store.contains(self._key(self.default_prefix_ids, token_ids))
+
+    def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]]) -> list[MemoryKV]:
+        """The KV of chunks of token ids behind the default prefix, each alone, all in one pass."""
+        prefix_ids, dtype, num_layers = self.default_prefix_ids, dtype_name(self.layers.dtype), self.layers.num_layers
+        headers = []
+        for ids in chunks:
+            self._check_length(len(prefix_ids) + len(ids), "chunk")
+            key = self._key(prefix_ids, ids)
+            headers.append(
+                KVHeader(key, self.fingerprint, prefix_ids, ids, num_layers, dtype, namespace=self.namespace)
+            )
+        with self._lock:
+            return prefill_chunks(self.layers, self._prefix(prefix_ids), headers)
 
     # -- answering
 
@@ -199,7 +218,7 @@ class TransformersEngine:
     def prefill(self, request: Request) -> Prefilled:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
-        if request.mode not in ("full", "prefix") and isinstance(self.store, FetchesAhead):
+        if request.mode not in ("full", "prefix") and fetches_ahead(self.store):
             # Before the lock: while a remote tier sends this request's chunks, another request computes.
             segments = [segment for segment in request.prompt.chunk_segments if segment.token_ids]
             prefixes = dict.fromkeys((request.prompt.prefix_ids, self.default_prefix_ids))
