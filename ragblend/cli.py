@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 
 from ragblend.cli_bench import bench_app
+from ragblend.cli_plan import register as register_plan
 from ragblend.cli_support import (
     BackendOption,
     DeviceOption,
@@ -70,6 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+register_plan(app)
 
 
 @app.command()

@@ -27,6 +27,8 @@ COMMANDS = (
     "verify",
     "gc",
     "doctor",
+    "profile",
+    "plan",
     "serve",
     "bench",
     "demo",

@@ -48,7 +48,7 @@ class MachineProfile:
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.prefill_s or self.prefill_s[0][0] <= 0 or min(seconds for _, seconds in self.prefill_s) <= 0:
+        if not self.prefill_s or min(min(point) for point in self.prefill_s) <= 0:
             raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
         if self.num_layers < 1 or self.bytes_per_token < 1:
             raise UsageError(
@@ -56,12 +56,12 @@ class MachineProfile:
             )
         for name, speed in self.bytes_per_s.items():
             check_speed(name, speed)
-        object.__setattr__(self, "prefill_s", ascending([(0.0, 0.0), *self.prefill_s]))
+        object.__setattr__(self, "prefill_s", ascending(self.prefill_s))
         object.__setattr__(self, "shares", ascending(self.shares))
 
     def full_s(self, num_tokens: float) -> float:
         """Seconds of full prefill; beyond the longest measured prompt at the slope of the last two."""
-        return interpolate(self.prefill_s, num_tokens)
+        return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
     def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
         """T_recompute(r): seconds of computing when `num_stored` of the prompt's tokens are reused, all by default."""
@@ -90,7 +90,7 @@ def profile_from(facts: Mapping[str, Any]) -> MachineProfile:
             hardware=dict(facts["hardware"]),
             num_layers=int(facts["num_layers"]),
             bytes_per_token=int(facts["bytes_per_token"]),
-            prefill_s=tuple((float(x), float(y)) for x, y in facts["prefill_s"] if x),
+            prefill_s=tuple((float(x), float(y)) for x, y in facts["prefill_s"]),
             shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
             bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
         )

@@ -131,7 +131,13 @@ class Fused:
     attention: Tensor | None = None  # [T] float32, what the probe found
 
 
-def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
+def fuse(
+    model: LayerwiseModel,
+    plan: FusePlan,
+    fused: FusedLayers,
+    layers: LayerSource,
+    ends_s: list[float] | None = None,
+) -> Fused:
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
@@ -140,8 +146,11 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: Laye
     KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
     therefore full prefill.
+
+    `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
-    return _drain(fuse_steps(model, plan, fused, layers))
+    note = None if ends_s is None else lambda: ends_s.append(perf_counter())
+    return _drain(fuse_steps(model, plan, fused, layers), note)
 
 
 @torch.inference_mode()
@@ -406,11 +415,13 @@ def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[K
     return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
 
 
-def _drain(steps: Generator[int, None, _T]) -> _T:
-    """Run a generator to its end, for what it returns."""
+def _drain(steps: Generator[int, None, _T], note: Callable[[], None] | None = None) -> _T:
+    """Run a generator to its end, for what it returns; `note` is called after every step."""
     while True:
         try:
             next(steps)
+            if note is not None:
+                note()
         except StopIteration as end:
             result: _T = end.value
             return result

@@ -65,6 +65,7 @@ class Request:
     sampling: Sampling
     stop: tuple[str, ...]
     conversation: Conversation | None
+    adapts: bool = False  # no ratio was asked for: `ratio` is the least, and the machine's profile may say otherwise
 
 
 @dataclass(slots=True)

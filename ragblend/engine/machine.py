@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,22 @@ def cpu_model() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def drop_page_cache(paths: Iterable[Path]) -> bool:
+    """Have the operating system forget what it keeps of these files in memory; False where it cannot be told to.
+
+    Only what is on the disk already can be dropped, so the files must have been synced.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return True
 
 
 def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> Path:

@@ -49,6 +49,7 @@ class BlendReport:
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
     num_damaged_entries: int = 0
+    refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster
     chunks: list[ChunkReport] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:

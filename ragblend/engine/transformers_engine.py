@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Unpack
@@ -18,13 +19,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.controller import Decision, MachineProfile, decide
 from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunks
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name
-from ragblend.engine.loader import LayerLoader
+from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
 from ragblend.engine.selection import (
@@ -72,6 +74,7 @@ class TransformersEngine:
         namespace: str = "",
         on_miss: str = "store",
         check: bool = True,
+        machine: MachineProfile | None = None,
     ) -> None:
         if on_miss not in ("store", "inline"):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
@@ -83,9 +86,12 @@ class TransformersEngine:
         self.system = system
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
+        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
+        self._has_refused = False
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
-        self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         if check:
             self_check(layers, layers.config.vocab_size, name)
 
@@ -108,7 +114,7 @@ class TransformersEngine:
 
     def precompute(self, chunk: Part) -> int:
         """Prefill one chunk alone, behind the default prefix, and store its slice. Bytes stored; 0 if it was there."""
-        return self._precompute(self.segmenter.chunk_ids(chunk))
+        return self.precompute_ids(self.segmenter.chunk_ids(chunk))
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, in order; short chunks share a pass, and the store is written meanwhile.
@@ -133,7 +139,8 @@ class TransformersEngine:
         """The key of the chunk's KV behind the default prefix."""
         return self._key(self.default_prefix_ids, self.segmenter.chunk_ids(chunk))
 
-    def _precompute(self, token_ids: tuple[int, ...]) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...]) -> int:
+        """`precompute` of a chunk that is token ids already."""
         if not self._is_missing(token_ids):
             return 0
         (kv,) = self._prefill_chunks([token_ids])
@@ -189,9 +196,10 @@ class TransformersEngine:
     ) -> Request:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default. `checks` sets
-        several check layers with their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier
-        turns are not prefilled again. Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; None is the default, or on a machine that
+        was profiled what hides behind loading, and full prefill where that is faster. `checks` sets several check
+        layers with their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier turns are not
+        prefilled again. Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         if mode not in MODES:
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
@@ -213,6 +221,7 @@ class TransformersEngine:
             Sampling(temperature, top_p, seed),
             (stop,) if isinstance(stop, str) else tuple(stop or ()),
             conversation,
+            adapts=mode == "blend" and recompute_ratio is None and checks is None,
         )
 
     def prefill(self, request: Request) -> Prefilled:
@@ -253,13 +262,22 @@ class TransformersEngine:
         )
         num_resident = self._resident(request, fused)
         hits = self._lookup(request, num_resident, damaged)
-        plan = self._plan(request, [placement for placement, _ in hits.values()], num_resident)
+        placements = [placement for placement, _ in hits.values()]
+        if request.adapts and self.machine is not None:
+            decision = self._decide(self.machine, request, placements, num_resident)
+            if decision.refused:
+                return self._refused(request, decision)
+            request = replace(request, ratio=decision.ratio)
+        plan = self._plan(request, placements, num_resident)
         lookup_s = perf_counter() - start_s
         start_s = perf_counter()
+        ends_s: list[float] | None = None if self.timelines is None else []
         with LayerLoader(
             plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device, together=True
         ) as loader:
-            result = fuse(self.layers, plan, fused, loader)
+            result = fuse(self.layers, plan, fused, loader, ends_s)
+        if self.timelines is not None and ends_s is not None:
+            self.timelines.append(loader.timeline(ends_s))
         if self.layers.device.type == "cuda":
             torch.cuda.synchronize(self.layers.device)
         report = BlendReport(
@@ -277,6 +295,25 @@ class TransformersEngine:
         segments = [segment for segment in prompt.chunk_segments if segment.start >= num_resident]
         misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
         return Prefilled(fused, result.logits, report, misses, result.recomputed)
+
+    def _decide(
+        self, machine: MachineProfile, request: Request, placements: Sequence[Placement], num_resident: int
+    ) -> Decision:
+        """Which ratio hides behind loading, by what was measured on this machine."""
+        stored = [placement.kv for placement in placements]
+        # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
+        to_load = sum(kv.nbytes for kv in stored if not isinstance(kv, MemoryKV))
+        num_stored = num_resident + sum(kv.header.num_tokens for kv in stored)
+        return decide(machine, request.ratio, request.prompt.num_tokens, num_stored, {"disk": to_load})
+
+    def _refused(self, request: Request, decision: Decision) -> Prefilled:
+        """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
+        if not self._has_refused:
+            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.refused)
+            self._has_refused = True
+        prefilled = self._full(request)
+        prefilled.report.refused_reason = decision.refused
+        return prefilled
 
     def _resident(self, request: Request, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
