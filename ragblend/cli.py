@@ -18,6 +18,7 @@ from rich.markup import escape
 from ragblend.cli_bench import bench_app
 from ragblend.cli_calibrate import calibrate_app
 from ragblend.cli_explain import explain
+from ragblend.cli_plan import register as register_plan
 from ragblend.cli_support import (
     BackendOption,
     DeviceOption,
@@ -78,6 +79,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.command()(explain)
 app.add_typer(calibrate_app)
+register_plan(app)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""`ragblend bench ttft | throughput | quality`: parse, run one benchmark, print. JSON on stdout, the rest on stderr."""
+"""`ragblend bench ttft | throughput | load | ingest | quality`: parse, run one benchmark, print.
+
+JSON on stdout, the rest on stderr.
+"""
 
 from __future__ import annotations
 
@@ -150,6 +153,82 @@ def bench_throughput(
         seed=seed,
         plot=plot,
         echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
+    )
+    print_json(facts)
+
+
+@bench_app.command("load")
+def bench_load(
+    shape: Annotated[str, typer.Option("--shape", help="Random weights: llama-200m, llama-50m, ...")] = "llama-200m",
+    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt, and what the memory tier holds.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
+    ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
+    rule: Annotated[str, typer.Option("--rule", help="auto, cacheblend, first_k, ...")] = "auto",
+    slowdowns: Annotated[
+        str, typer.Option("--slowdowns", help="Throttled readers: T_load over T_recompute, comma-separated.")
+    ] = "0.5,0.8,1,2",
+    store_factor: Annotated[int, typer.Option("--store-factor", help="Store over the memory tier's budget.")] = 10,
+    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", help="Prompts, each of other chunks.")] = 5,
+    store: Annotated[Path | None, typer.Option("--store", help="Directory of the store; a temporary one.")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the layers' timeline, FILE.png.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Blend from disk against blend from memory, page cache dropped, on both sides of T_load = T_recompute."""
+    use_threads(threads)
+    quiet_libraries()
+    from ragblend.bench.load import bench_load as run
+
+    facts = run(
+        shape=shape,
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratio=ratio,
+        rule=rule,
+        slowdowns=split_numbers(slowdowns),
+        store_factor=store_factor,
+        dtype=dtype,
+        threads=threads,
+        repeats=repeats,
+        store=store,
+        seed=seed,
+        plot=plot,
+        echo=lambda line: (err if json_ else out).print(line, markup=False),
+    )
+    print_json(facts)
+
+
+@bench_app.command("ingest")
+def bench_ingest(
+    shape: Annotated[str, typer.Option("--shape", help="Random weights: llama-200m, llama-50m, ...")] = "llama-200m",
+    chunks: Annotated[int, typer.Option("--chunks")] = 16,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    turns: Annotated[int, typer.Option("--turns", help="Parts in which prefill and ingestion take turns.")] = 4,
+    known: Annotated[int, typer.Option("--known", help="Known chunks of the second part; 0 for none.")] = 10_000,
+    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    json_: JsonOption = False,
+) -> None:
+    """Ingestion to disk against the model's own prefill of the same chunks; and a second run that knows them all."""
+    use_threads(threads)
+    quiet_libraries()
+    from ragblend.bench.ingest import bench_ingest as run
+
+    facts = run(
+        shape=shape,
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        turns=turns,
+        num_known=known,
+        dtype=dtype,
+        threads=threads,
+        seed=seed,
+        echo=lambda line: (err if json_ else out).print(line, markup=False),
     )
     print_json(facts)
 

@@ -28,6 +28,8 @@ COMMANDS = (
     "verify",
     "gc",
     "doctor",
+    "profile",
+    "plan",
     "serve",
     "bench",
     "calibrate",

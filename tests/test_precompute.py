@@ -62,24 +62,25 @@ def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
 
 def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
     run(corpus, engine, tmp_path)
-    monkeypatch.setattr(engine, "precompute", lambda chunk: pytest.fail("prefilled a known chunk"))
+    monkeypatch.setattr(engine, "_prefill_chunks", lambda chunks: pytest.fail("prefilled a known chunk"))
     report = run(corpus, engine, tmp_path)
     assert (report.num_unchanged, report.num_new_kv, report.num_known_kv) == (4, 0, report.num_chunks)
 
 
 def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path, monkeypatch):
-    original, calls = engine.precompute, []
+    original, calls = engine._prefill_chunks, []
 
-    def interrupted(chunk):
+    def interrupted(chunks):
         if len(calls) == 2:
             raise KeyboardInterrupt
-        calls.append(chunk.text)
-        return original(chunk)
+        calls.append(chunks)
+        return original(chunks)
 
-    monkeypatch.setattr(engine, "precompute", interrupted)
+    monkeypatch.setattr("ragblend.engine.transformers_engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
+    monkeypatch.setattr(engine, "_prefill_chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, engine, tmp_path)
-    monkeypatch.setattr(engine, "precompute", original)
+    monkeypatch.setattr(engine, "_prefill_chunks", original)
     report = run(corpus, engine, tmp_path)
     assert (report.num_known_kv, report.num_new_kv) == (2, report.num_chunks - 2)
 

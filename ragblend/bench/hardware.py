@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import ragblend
+from ragblend.engine.machine import cpu_model
 
-_CPUINFO = Path("/proc/cpuinfo")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): writing 5 resets the peak resident set size to the current one
@@ -46,16 +46,6 @@ def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
 def card_lines(card: dict[str, Any]) -> list[str]:
     """The card for people, one fact per line; what is not there is left out."""
     return [f"{name:<15}{value}" for name, value in card.items() if value is not None]
-
-
-def cpu_model() -> str:
-    """The CPU's name as the operating system gives it."""
-    if _CPUINFO.is_file():
-        for line in _CPUINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def reset_peak_rss() -> None:

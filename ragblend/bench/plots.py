@@ -89,6 +89,78 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_load(facts: Mapping[str, Any], path: Path) -> None:
+    """Write `bench load`: every layer's loading and fusing on both sides of the line, and TTFT over T_load."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    chosen = _timelines_to_show(facts)
+    panels = figure.subplots(1, len(chosen) + 1)
+    for axes, timeline in zip(panels, chosen, strict=False):
+        _plot_timeline(axes, timeline)
+    _plot_over_load(panels[-1], facts)
+    config, hardware = facts["config"], facts["hardware"]
+    figure.suptitle(
+        f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
+        f"{facts['runs'][0]['rule']} at {config['ratio']:.0%}, {hardware['cpu']}, {hardware['threads']} thread(s)",
+        fontsize="medium",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _timelines_to_show(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """At the ratio asked for, with the pipeline: the slowest reader that hides, and the slowest of all."""
+    own = [each for each in facts["timelines"] if each["pipeline"] and each["ratio"] == facts["config"]["ratio"]]
+    own = sorted((each for each in own if each["source"] != "memory"), key=lambda each: each["load_over_recompute"])
+    hidden = [each for each in own if each["load_over_recompute"] <= 1]
+    return [*hidden[-1:], *own[-1:]] if not hidden or own[-1] is not hidden[-1] else hidden[-1:]
+
+
+def _plot_timeline(axes: Any, timeline: Mapping[str, Any]) -> None:
+    """A row per layer: when it was loaded, and when it was fused."""
+    for name, colour, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
+        starts = [start for start, _ in timeline[name]]
+        widths = [end - start for start, end in timeline[name]]
+        rows = [layer + offset for layer in range(len(starts))]
+        axes.barh(rows, widths, left=starts, height=0.4, color=colour, label=name)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("layer")
+    axes.set_title(
+        f"{timeline['source']}, T_load = {timeline['load_over_recompute']:.2f} T_recompute", fontsize="medium"
+    )
+    axes.legend(fontsize="small")
+
+
+def _plot_over_load(axes: Any, facts: Mapping[str, Any]) -> None:
+    """TTFT over that from memory, over T_load / T_recompute, with the pipeline and without."""
+    ratio = facts["config"]["ratio"]
+    for pipeline, colour in ((True, "#1f77b4"), (False, "#d62728")):
+        runs = [run for run in facts["runs"] if run["pipeline"] == pipeline and run["ratio"] == ratio]
+        runs.sort(key=lambda run: float(run["load_over_recompute"]))
+        places = [run["load_over_recompute"] for run in runs]
+        label = f"pipeline {'on' if pipeline else 'off'}"
+        axes.plot(places, [run["over_memory"] for run in runs], marker="o", ms=4, color=colour, label=label)
+    more = [run for run in facts["runs"] if run["ratio"] > ratio]
+    if more:
+        places = [run["load_over_recompute"] for run in more]
+        label = "on, at the ratio that hides: " + ", ".join(f"{run['ratio']:.0%}" for run in more)
+        axes.plot(places, [run["over_memory"] for run in more], "^", color="#2ca02c", label=label)
+    axes.axhline(facts["target"], color="black", ls=":", lw=1, label=f"{facts['target']:g}")
+    axes.axvline(1.0, color="#7f7f7f", ls="--", lw=1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("T_load / T_recompute, by the controller")
+    axes.set_ylabel("TTFT / TTFT from memory")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
 _RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
 _MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
 

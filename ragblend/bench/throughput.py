@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from ragblend.bench.hardware import card_lines
+from ragblend.bench.output import check_plot, on_terminal, present
+from ragblend.bench.plots import plot_throughput
 from ragblend.bench.ttft import Case, cases_of, check_modes, threads
 from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card, warm_prefix_cache
 from ragblend.bench.workloads import PREFIX_TOKENS, draw_prompts, find_dtype, find_shape
@@ -441,22 +441,9 @@ def bench_throughput(
         rates=tuple(rates) if rates is not None else None,
         **values,
     )
-    if plot is not None:
-        from ragblend.bench.plots import plot_throughput, require_matplotlib
-
-        require_matplotlib()  # now, not after minutes of measuring
-    result = run_throughput(config, _tell if sys.stderr.isatty() else None)
-    for line in (*card_lines(result.hardware), "", *table_lines(result)):
-        echo(line)
-    facts = result.as_dict()
-    if plot is not None:
-        plot_throughput(facts, plot)
-        echo(f"plot in {plot}")
-    return facts
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    check_plot(plot)
+    result = run_throughput(config, on_terminal())
+    return present(result.as_dict(), table_lines(result), echo, plot, plot_throughput)
 
 
 def _rounded(rate: float) -> float:

@@ -8,7 +8,6 @@ transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Rea
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ragblend.bench.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.bench.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.bench.output import check_plot, on_terminal, present
+from ragblend.bench.plots import plot_ttft
 from ragblend.bench.workloads import (
     PREFIX_TOKENS,
     PromptSet,
@@ -390,18 +391,9 @@ def bench_ttft(
         backend=backend,
         vllm_options=vllm_options or {},
     )
-    if plot is not None:
-        from ragblend.bench.plots import plot_ttft, require_matplotlib
-
-        require_matplotlib()  # now, not after minutes of measuring
-    result = run_ttft(config, _tell if sys.stderr.isatty() else None)
-    for line in (*card_lines(result.hardware), "", *table_lines(result)):
-        echo(line)
-    facts = result.as_dict()
-    if plot is not None:
-        plot_ttft(facts, plot)
-        echo(f"plot in {plot}")
-    return facts
+    check_plot(plot)
+    result = run_ttft(config, on_terminal())
+    return present(result.as_dict(), table_lines(result), echo, plot, plot_ttft)
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
@@ -432,10 +424,6 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         set_threads(before)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _median(values: Sequence[float]) -> float:

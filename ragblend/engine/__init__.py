@@ -174,6 +174,7 @@ def load_engine(
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
     from ragblend.engine.kv import dtype_name
+    from ragblend.engine.machine import machine_facts, read_profile
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.transformers_layers import TransformersLayers
     from ragblend.engine.transformers_model import load_model
@@ -202,6 +203,9 @@ def load_engine(
         namespace=namespace,
         on_miss=on_miss,
         shadow=shadow,
+        machine=read_profile(Path(store), loaded.fingerprint, machine_facts(layers.device))
+        if isinstance(store, str | Path)
+        else None,
     )
 
 

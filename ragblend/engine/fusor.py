@@ -6,6 +6,7 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ragblend.engine.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
-from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel
+from ragblend.engine.protocols import FusedLayers, LayerSource, LayerwiseModel, PackingModel
 from ragblend.engine.selection import Check, Evidence, Rule, num_to_recompute
 
 _T = TypeVar("_T")
@@ -146,7 +147,13 @@ class Fused:
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
 
 
-def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
+def fuse(
+    model: LayerwiseModel,
+    plan: FusePlan,
+    fused: FusedLayers,
+    layers: LayerSource,
+    ends_s: list[float] | None = None,
+) -> Fused:
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
@@ -155,8 +162,11 @@ def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: Laye
     KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
     therefore full prefill.
+
+    `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
-    return _drain(fuse_steps(model, plan, fused, layers))
+    note = None if ends_s is None else lambda: ends_s.append(perf_counter())
+    return _drain(fuse_steps(model, plan, fused, layers), note)
 
 
 @torch.inference_mode()
@@ -438,11 +448,34 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHe
     return MemoryKV(header, tuple(stored))
 
 
-def _drain(steps: Generator[int, None, _T]) -> _T:
-    """Run a generator to its end, for what it returns."""
+@torch.inference_mode()
+def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[KVHeader]) -> list[MemoryKV]:
+    """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
+
+    Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.
+    """
+    device = prefix.keys(0).device
+    counts = [header.num_tokens for header in headers]
+    rows = torch.cat([torch.arange(prefix.length, prefix.length + count, device=device) for count in counts])
+    ends = list(itertools.accumulate(counts))
+    spans = tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))
+    hidden = model.embed(torch.tensor([token for header in headers for token in header.token_ids], device=device))
+    stored: list[list[LayerKV]] = [[] for _ in headers]
+    for layer in range(model.num_layers):
+        hidden, kv = model.run_packed_layer(layer, hidden, rows, spans, prefix)
+        keys, values = kv.keys.cpu(), kv.values.cpu()
+        for layers, span in zip(stored, spans, strict=True):
+            layers.append(LayerKV(keys[:, span].contiguous(), values[:, span].contiguous()))
+    return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
+
+
+def _drain(steps: Generator[int, None, _T], note: Callable[[], None] | None = None) -> _T:
+    """Run a generator to its end, for what it returns; `note` is called after every step."""
     while True:
         try:
             next(steps)
+            if note is not None:
+                note()
         except StopIteration as end:
             result: _T = end.value
             return result

@@ -67,7 +67,12 @@ class Request:
     stop: tuple[str, ...]
     conversation: Conversation | None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
-    is_auto_ratio: bool = False  # nobody named `ratio`: it may be raised where recompute costs no time
+    is_auto_ratio: bool = False  # nobody named `ratio`: it is the least, and the machine's profile may say otherwise
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the loading controller may raise `ratio`, or refuse reuse."""
+        return self.mode == "blend" and self.checks is None and self.is_auto_ratio
 
     @property
     def calibrated(self) -> Fit | None:

@@ -127,8 +127,16 @@ class LayerwiseModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32
 
 
-class CheckableModel(LayerwiseModel, Protocol):
-    """A LayerwiseModel that also offers its own, untouched full prefill to be compared with."""
+class PackingModel(LayerwiseModel, Protocol):
+    """A LayerwiseModel that also runs several chunks in one pass, each behind the same prefix."""
+
+    def run_packed_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+    ) -> tuple[Tensor, LayerKV]: ...  # hidden [R, hidden size] of chunks at `spans`, their pre-RoPE keys and values
+
+
+class CheckableModel(PackingModel, Protocol):
+    """A PackingModel that also offers its own, untouched full prefill to be compared with."""
 
     @property
     def like(self) -> Tensor: ...  # an empty tensor of the KV's dtype and device

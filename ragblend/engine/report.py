@@ -59,6 +59,7 @@ class BlendReport:
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
     predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
     num_damaged_entries: int = 0
+    refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster
     shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
     chunks: list[ChunkReport] = field(default_factory=list)
 

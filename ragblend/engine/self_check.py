@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusor import FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusor import FusedKV, FusePlan, Placement, fuse, prefill_chunks
 from ragblend.engine.kv import KVHeader, LayerKV, dtype_name
 from ragblend.engine.protocols import CheckableModel
 from ragblend.engine.selection import RULES, Check
@@ -67,14 +67,14 @@ def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
     fuse(model, nothing, prefix, _Ready())
     fused = FusedKV.allocate(model.kv_shapes, total, model.like)
     fused.copy_front(prefix, PREFIX_TOKENS)
-    placements = []
-    for index in range(NUM_CHUNKS):
-        start = PREFIX_TOKENS + index * CHUNK_TOKENS
-        chunk = tuple(ids[start : start + CHUNK_TOKENS].tolist())
-        header = KVHeader("check", "check", (), chunk, model.num_layers, dtype_name(model.like.dtype))
-        placement = Placement(prefill_chunk(model, prefix, header), start, exact=False)
+    starts = [PREFIX_TOKENS + index * CHUNK_TOKENS for index in range(NUM_CHUNKS)]
+    chunks = [tuple(ids[start : start + CHUNK_TOKENS].tolist()) for start in starts]
+    dtype = dtype_name(model.like.dtype)
+    headers = [KVHeader("check", "check", (), chunk, model.num_layers, dtype) for chunk in chunks]
+    stored = prefill_chunks(model, prefix, headers)
+    placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
+    for placement in placements:
         place(model, fused, placement)
-        placements.append(placement)
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)

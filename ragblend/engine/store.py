@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, in_memory
@@ -40,6 +40,12 @@ class FetchesAhead(Protocol):
     """A tier whose entries come from far: it can start fetching several before they are asked for."""
 
     def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+
+
+def fetches_ahead(store: KVStore) -> TypeGuard[FetchesAhead]:
+    """Whether it pays to tell `store` the keys of a request before they are asked for: some tier is far away."""
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    return any(isinstance(tier, FetchesAhead) for tier in tiers)
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Unpack
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
+from ragblend.engine.controller import Decision, MachineProfile, decide
 from ragblend.engine.decoding import Sampling
 from ragblend.engine.explain import Explanation, explain
 from ragblend.engine.fidelity import note_fidelity
-from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunks
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
+from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import KVHeader, dtype_name
-from ragblend.engine.loader import LayerLoader
+from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name
+from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_root
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, RatioChoice
@@ -43,10 +46,10 @@ from ragblend.engine.selection import (
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.shadow import Shadow, compare_with_full
-from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
+from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
-from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
+from ragblend.segments import Chunk, Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class TransformersEngine:
         check: bool = True,
         shadow: float = 0.0,
         shadow_seed: int | None = None,
+        machine: MachineProfile | None = None,
     ) -> None:
         if on_miss not in ("store", "inline"):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
@@ -90,9 +94,12 @@ class TransformersEngine:
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
         self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
+        self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
+        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
+        self._has_refused = False
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
-        self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
         if check:
             self_check(layers, layers.config.vocab_size, name)
@@ -118,7 +125,20 @@ class TransformersEngine:
         """Prefill one chunk behind the default prefix, alone or behind the chunk that it names in `behind`, and store
         its slice. Bytes stored; 0 if it was there.
         """
-        return self._precompute(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
+        return self.precompute_ids(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
+
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
+        """`precompute` of each; short chunks share a pass, and the store is written meanwhile.
+
+        Those to be computed behind another come last: by then that one is stored. KV is that of `precompute` wherever a
+        row of a matrix product does not depend on how many rows there are (so in float32 on the CPUs tested), elsewhere
+        up to the rounding of such a product.
+        """
+        limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
+        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
+        ids = (self.segmenter.chunk_ids(chunk) for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
+        yield from prefill_all(ids, self._is_missing, self._prefill_chunks, self.store.put, limit)
+        yield from map(self.precompute, behind)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
@@ -134,24 +154,34 @@ class TransformersEngine:
         context = self.default_prefix_ids + self.segmenter.context_ids(chunk)
         return self._key(context, self.segmenter.chunk_ids(chunk))
 
-    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        prefix_ids = self.default_prefix_ids + neighbour
-        key = self._key(prefix_ids, token_ids)
-        if not token_ids or self.store.contains(key):
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already, behind another that is."""
+        if not self._is_missing(token_ids, neighbour):
             return 0
-        self._check_length(len(prefix_ids) + len(token_ids), "chunk")
-        dtype = dtype_name(self.layers.dtype)
-        header = KVHeader(
-            key, self.fingerprint, prefix_ids, token_ids, self.layers.num_layers, dtype, namespace=self.namespace
-        )
-        with self._lock:
-            context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
-            kv = prefill_chunk(self.layers, context, header)
+        (kv,) = self._prefill_chunks([token_ids], neighbour)
         self.store.put(kv)
         if neighbour and not self.finds_neighbours:
             note_neighbours(self.store)
             self.finds_neighbours = True
         return kv.nbytes
+
+    def _is_missing(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> bool:
+        return bool(token_ids) and not self.store.contains(self._key(self.default_prefix_ids + neighbour, token_ids))
+
+    def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], neighbour: tuple[int, ...] = ()) -> list[MemoryKV]:
+        """The KV of chunks of token ids behind the default prefix and `neighbour`, each alone, all in one pass."""
+        prefix_ids, dtype = self.default_prefix_ids + neighbour, dtype_name(self.layers.dtype)
+        num_layers = self.layers.num_layers
+        headers = []
+        for ids in chunks:
+            self._check_length(len(prefix_ids) + len(ids), "chunk")
+            key = self._key(prefix_ids, ids)
+            headers.append(
+                KVHeader(key, self.fingerprint, prefix_ids, ids, num_layers, dtype, namespace=self.namespace)
+            )
+        with self._lock:
+            context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
+            return prefill_chunks(self.layers, context, headers)
 
     # -- answering
 
@@ -198,10 +228,11 @@ class TransformersEngine:
     ) -> Request:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1; "auto" is what `ragblend calibrate` found
-        for this store, and so is None (without a calibration: the default). `checks` sets several check layers with
-        their own ratios instead. Greedy at temperature 0. With a `conversation`, earlier
-        turns are not prefilled again. Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1. "auto", and None, is what `ragblend
+        calibrate` found for this store, else the default; on a machine that was profiled more where that hides behind
+        loading, and full prefill where that is faster. `checks` sets several check layers with their own ratios
+        instead. Greedy at temperature 0. With a `conversation`, earlier turns are not prefilled again. Raises
+        PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         if mode not in MODES:
             raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
@@ -230,7 +261,7 @@ class TransformersEngine:
     def prefill(self, request: Request) -> Prefilled:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
-        if request.mode not in ("full", "prefix") and isinstance(self.store, FetchesAhead):
+        if request.mode not in ("full", "prefix") and fetches_ahead(self.store):
             # Before the lock: while a remote tier sends this request's chunks, another request computes.
             chunks = [found for found in self._contexts(request.prompt) if found[0].token_ids]
             self.store.fetch_ahead([self._key(ids, chunk.token_ids) for chunk, behind in chunks for ids, *_ in behind])
@@ -264,13 +295,22 @@ class TransformersEngine:
         )
         num_resident = self._resident(request, fused)
         hits = self._lookup(request, num_resident, damaged)
-        plan = self._plan(request, [placement for placement, _ in hits.values()], num_resident)
+        placements = [placement for placement, _ in hits.values()]
+        if request.adapts and self.machine is not None:
+            decision = self._decide(self.machine, request, placements, num_resident)
+            if decision.refused:
+                return self._refused(request, decision)
+            request = replace(request, ratio=decision.ratio)
+        plan = self._plan(request, placements, num_resident)
         lookup_s = perf_counter() - start_s
         start_s = perf_counter()
+        ends_s: list[float] | None = None if self.timelines is None else []
         with LayerLoader(
             plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device, together=True
         ) as loader:
-            result = fuse(self.layers, plan, fused, loader)
+            result = fuse(self.layers, plan, fused, loader, ends_s)
+        if self.timelines is not None and ends_s is not None:
+            self.timelines.append(loader.timeline(ends_s))
         if self.layers.device.type == "cuda":
             torch.cuda.synchronize(self.layers.device)
         report = BlendReport(
@@ -290,6 +330,25 @@ class TransformersEngine:
         misses = tuple(segment for segment in segments if segment.start not in hits) if request.mode != "prefix" else ()
         read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
         return Prefilled(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
+
+    def _decide(
+        self, machine: MachineProfile, request: Request, placements: Sequence[Placement], num_resident: int
+    ) -> Decision:
+        """Which ratio hides behind loading, by what was measured on this machine."""
+        stored = [placement.kv for placement in placements]
+        # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
+        to_load = sum(kv.nbytes for kv in stored if not isinstance(kv, MemoryKV))
+        num_stored = num_resident + sum(kv.header.num_tokens for kv in stored)
+        return decide(machine, request.ratio, request.prompt.num_tokens, num_stored, {"disk": to_load})
+
+    def _refused(self, request: Request, decision: Decision) -> Prefilled:
+        """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
+        if not self._has_refused:
+            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.refused)
+            self._has_refused = True
+        prefilled = self._full(request)
+        prefilled.report.refused_reason = decision.refused
+        return prefilled
 
     def _resident(self, request: Request, fused: FusedKV) -> int:
         """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""

@@ -7,6 +7,7 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,29 @@ _WAY_OUT = (
 )
 
 
+class Packed(NamedTuple):
+    """Chunks side by side in one sequence, each behind the same prefix and unseen by the others."""
+
+    prefix: LayerKV  # [H, P, D], keys rotated
+    spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
+
+
+def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None) -> Tensor:
+    """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
+
+    Each row sees the prefix, and its own chunk up to itself. Returns [1, Hq, R, D].
+    """
+    outputs = []
+    for span in packed.spans:
+        behind = [
+            torch.cat((before[None], fresh[:, :, span]), dim=2)
+            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
+        ]
+        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale))
+    return torch.cat(outputs, dim=2)
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -44,9 +68,12 @@ def _attention(
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
     blend_watch: Watch | None = None,
+    blend_packed: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, except where a layer is run over scattered rows."""
+    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks."""
+    if blend_packed is not None:
+        return attend_packed(query, key, value, blend_packed, scaling).transpose(1, 2).contiguous(), None
     if blend_rows is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -72,6 +99,22 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
         self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
         return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+
+
+class _PackedCache(Cache):  # type: ignore[misc]
+    """Keeps what the packed chunks' values are, and hands keys and values on as they came."""
+
+    values: Tensor  # [H, R, D]
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[1, H, R, D] each."""
+        self.values = value_states[0]
+        return key_states, value_states
 
 
 class _Turns(NamedTuple):
@@ -163,26 +206,27 @@ class TransformersLayers:
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        return self._run(layer, hidden, rows, fused)
+        return self._run(layer, hidden, rows, _RowCache(fused, rows, self._turns_of(rows).end), blend_rows=rows)
 
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
-        return self._run(layer, hidden, rows, fused, blend_watch=watch)
+        cache = _RowCache(fused, rows, self._turns_of(rows).end)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
 
-    def _run(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, **watch: Watch | None) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
+        """The decoder layer itself over `rows`; `how` is for `_attention`."""
         turns = self._turns_of(rows)
         embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
             position_ids=rows[None],
-            past_key_values=_RowCache(fused, rows, turns.end),
+            past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings,
-            blend_rows=rows,
-            **watch,
+            **how,
         )
         hidden = output[0] if isinstance(output, tuple) else output
         return hidden[0]
@@ -191,22 +235,42 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
     ) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        hidden, keys = self._tapped(layer, len(rows), lambda: self.run_layer(layer, hidden, rows, fused))
+        return hidden, LayerKV(keys, fused.values(layer)[:, rows])
+
+    def run_packed_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+    ) -> tuple[Tensor, LayerKV]:
+        """One decoder layer over chunks side by side: `hidden` [R, hidden size], of which `spans` are one chunk each.
+
+        `rows` [R] are the positions behind `prefix`, counted anew in every chunk. Each chunk sees the prefix and
+        itself. Also returns their pre-RoPE keys and values [H, R, D]. Leaves `prefix` as it is.
+        """
+        length, cache = prefix.length, _PackedCache()
+        packed = Packed(LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length]), spans)
+        hidden, keys = self._tapped(
+            layer, len(rows), lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
+        )
+        return hidden, LayerKV(keys, cache.values)
+
+    def _tapped(self, layer: int, num_rows: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
         # k_norm when there is one, because stored keys are after QK-norm; else the projection itself.
         names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
         hook = getattr(attention, names[0]).register_forward_hook(lambda _m, _args, output: tapped.append(output))
         try:
-            hidden = self.run_layer(layer, hidden, rows, fused)
+            hidden = run()
         finally:
             hook.remove()
         keys = tapped[0][0]  # drop the batch dimension
         if names[0] == "qkv_proj":
             keys, _ = self._split_qkv(keys)
         keys = self._heads(keys) if keys.ndim == 2 else keys
-        if keys.shape[0] == self.kv_shapes[layer][0] != len(rows):  # some models norm after the transpose: [H, R, D]
+        if keys.shape[0] == self.kv_shapes[layer][0] != num_rows:  # some models norm after the transpose: [H, R, D]
             keys = keys.transpose(0, 1)
-        return hidden, LayerKV(keys.transpose(0, 1), fused.values(layer)[:, rows])
+        return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [R, vocabulary] in float32."""

@@ -1,0 +1,247 @@
+"""Does ingestion keep the model busy? Chunks per second into a store on disk, beside the model's own prefill of them.
+
+Both take turns on the same chunks: stock prefill keeps nothing; ingestion finds out what is missing, packs, prefills,
+and writes files that survive a crash. Then documents of thousands of chunks are ingested twice by a tiny model: the
+second run prefills nothing, and what it takes is what knowing costs. Read `run_ingest` first.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ragblend.bench.hardware import hardware_card
+from ragblend.bench.output import on_terminal, present
+from ragblend.bench.ttft import threads
+from ragblend.bench.workloads import PREFIX_TOKENS, draw_prompts, engine_for, find_dtype, find_shape
+from ragblend.engine import open_store
+from ragblend.engine.kv import dtype_name
+from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.errors import RagblendError, UsageError
+from ragblend.precompute import IngestReport, ingest, precompute_chunks
+from ragblend.segments import Chunk
+
+SCHEMA_VERSION = 1
+DEFAULT_SHAPE = "llama-200m"
+KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
+
+
+@dataclass(frozen=True, slots=True)
+class IngestConfig:
+    """What to measure: `num_chunks` chunks in `turns` parts, each prefilled, then ingested; and `num_known` known."""
+
+    shape: str = DEFAULT_SHAPE
+    num_chunks: int = 16
+    chunk_tokens: int = 512
+    turns: int = 4
+    num_known: int = 10_000  # 0 leaves that part out
+    dtype: str = "float32"
+    threads: int | None = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        find_shape(self.shape)
+        find_dtype(self.dtype)
+        for name in ("chunk_tokens", "turns"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.num_chunks < self.turns:
+            raise UsageError(f"{self.num_chunks} chunks cannot be ingested in {self.turns} turns; choose more chunks")
+        if self.num_known < 0:
+            raise UsageError(f"num_known is {self.num_known}; choose 0 (not measured) or more")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads is {self.threads}; choose 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class IngestRun:
+    """One way to get through the chunks: "prefill" is the model alone, "ingest" all the way to the disk."""
+
+    mode: str
+    chunks: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRun:
+    """A run of `ragblend ingest` over documents. The second one has everything already."""
+
+    run: str  # first, second
+    chunks: int
+    seconds: float
+    num_new_kv: int
+    num_known_kv: int
+    num_prefilled_tokens: int  # rows that the model's first layer ran for chunks
+
+
+@dataclass(frozen=True, slots=True)
+class IngestResult:
+    """Everything a run of the benchmark found, and what it was run on."""
+
+    config: IngestConfig
+    stored_bytes_per_token: int
+    hardware: dict[str, Any]
+    runs: tuple[IngestRun, ...]
+    known: tuple[KnownRun, ...]
+
+    @property
+    def ingest_over_prefill(self) -> float:
+        """Tokens per second of ingestion over those of prefill alone."""
+        speeds = {run.mode: run.tokens_per_s for run in self.runs}
+        return speeds["ingest"] / speeds["prefill"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of the command line."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": "bench ingest",
+            "hardware": self.hardware,
+            "config": {**asdict(self.config), "dtype": dtype_name(find_dtype(self.config.dtype))},
+            "model": self.config.shape,
+            "stored_bytes_per_token": self.stored_bytes_per_token,
+            "runs": [asdict(run) for run in self.runs],
+            "ingest_over_prefill": self.ingest_over_prefill,
+            "known": [asdict(run) for run in self.known],
+        }
+
+
+def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
+    """Measure `config`. `progress` is told what is being done."""
+    tell = progress or (lambda line: None)
+    with threads(config.threads), tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+        tell(f"building {config.shape}")
+        store = open_store(Path(directory) / "kv", memory_gib=0)
+        with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
+            runs = _side_by_side(engine, config, tell)
+            bytes_per_token = engine.bytes_per_token
+        known = run_known(config, Path(directory) / "known", tell) if config.num_known else ()
+        return IngestResult(config, bytes_per_token, hardware_card(), runs, known)
+
+
+def _side_by_side(
+    engine: TransformersEngine, config: IngestConfig, tell: Callable[[str], None]
+) -> tuple[IngestRun, ...]:
+    """Prefill and ingestion in turns, over the same chunks, after one chunk that does not count."""
+    vocabulary = engine.layers.config.vocab_size
+    warm_up, *chunks = draw_prompts(config.num_chunks + 1, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
+    prefill_only(engine, [warm_up])
+    precompute_chunks([warm_up], engine)
+    parts = [chunks[turn :: config.turns] for turn in range(config.turns)]
+    seconds = {"prefill": 0.0, "ingest": 0.0}
+    for number, part in enumerate(parts, start=1):
+        tell(f"turn {number} of {config.turns}: {len(part)} chunks of {config.chunk_tokens} tokens")
+        seconds["prefill"] += _timed(lambda part=part: prefill_only(engine, part))  # type: ignore[misc]
+        seconds["ingest"] += _timed(lambda part=part: _ingest_new(engine, part))  # type: ignore[misc]
+    tokens = config.num_chunks * config.chunk_tokens
+    return tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in seconds.items())
+
+
+@torch.inference_mode()
+def prefill_only(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
+    """The stock model's forward over each chunk behind the prefix; nothing is kept."""
+    device = engine.layers.device
+    for chunk in chunks:
+        ids = engine.default_prefix_ids + engine.segmenter.chunk_ids(chunk)
+        engine.layers.full_prefill(torch.tensor(ids, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
+    report = precompute_chunks(chunks, engine)
+    if report.num_new_kv != len(chunks):
+        raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
+
+
+def run_known(config: IngestConfig, directory: Path, tell: Callable[[str], None]) -> tuple[KnownRun, ...]:
+    """Ingest documents of at least `num_known` chunks twice, the second time with everything opened anew."""
+    tell(f"writing documents of {config.num_known} chunks")
+    write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size, config.seed)
+    runs = []
+    for name in ("first", "second"):
+        tell(f"ingesting them, {name} run")
+        store = open_store(directory / "kv", memory_gib=0)
+        with engine_for(KNOWN_SHAPE, store, seed=config.seed) as engine:
+            num_prefilled_tokens = _count_rows(engine)
+            reports: list[IngestReport] = []
+
+            def once(engine: TransformersEngine = engine, reports: list[IngestReport] = reports) -> None:
+                place = directory / "docs", engine, directory / "index"
+                reports.append(ingest(*place, chunk_size=KNOWN_CHUNK_TOKENS, embedder="hashing"))
+
+            seconds = _timed(once)
+        (report,) = reports
+        found = KnownRun(
+            name, report.num_chunks, seconds, report.num_new_kv, report.num_known_kv, num_prefilled_tokens()
+        )
+        runs.append(found)
+    return tuple(runs)
+
+
+def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
+    """Counts, from now on, the rows that run through the model's first layer, the prefix left out."""
+    rows = 0
+
+    def note(_module: Any, args: tuple[Any, ...], _output: Any) -> None:
+        nonlocal rows
+        rows += args[0].shape[1]
+
+    engine.layers.model.model.layers[0].register_forward_hook(note)
+    return lambda: max(0, rows - PREFIX_TOKENS)
+
+
+def write_documents(directory: Path, num_chunks: int, vocabulary: int, seed: int = 0) -> None:
+    """Text files of CHUNKS_PER_DOCUMENT paragraphs each, every paragraph one chunk of numbers."""
+    directory.mkdir(parents=True)
+    draw = random.Random(seed)
+    for start in range(0, num_chunks, CHUNKS_PER_DOCUMENT):
+        count = min(CHUNKS_PER_DOCUMENT, num_chunks - start)
+        paragraphs = [
+            " ".join(str(draw.randrange(vocabulary)) for _ in range(KNOWN_CHUNK_TOKENS)) for _ in range(count)
+        ]
+        (directory / f"{start:08d}.txt").write_text("\n\n".join(paragraphs) + "\n")
+
+
+def table_lines(result: IngestResult) -> list[str]:
+    """The runs for people."""
+    config = result.config
+    lines = [
+        f"{config.shape} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
+        f"tokens, in {config.turns} turns",
+        f"{'mode':<9}{'chunks':>7}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}",
+    ]
+    lines += [
+        f"{run.mode:<9}{run.chunks:>7}{run.tokens:>8}{run.seconds:>9.2f}{run.tokens_per_s:>10.1f}"
+        for run in result.runs
+    ]
+    lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
+    lines += [
+        f"{run.run} run over {run.chunks} chunks of {KNOWN_CHUNK_TOKENS} tokens ({KNOWN_SHAPE}): {run.seconds:.1f} s, "
+        f"{run.num_new_kv} new, {run.num_known_kv} known, {run.num_prefilled_tokens} tokens prefilled"
+        for run in result.known
+    ]
+    return lines
+
+
+def bench_ingest(*, echo: Callable[[str], None], **values: Any) -> dict[str, Any]:
+    """`ragblend bench ingest`: card and table to `echo`; returns the JSON object.
+
+    `values` are IngestConfig's. Raises UsageError for values out of range.
+    """
+    result = run_ingest(IngestConfig(**values), on_terminal())
+    return present(result.as_dict(), table_lines(result), echo)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start_s = perf_counter()
+    work()
+    return perf_counter() - start_s

@@ -1,0 +1,465 @@
+"""Does loading hide behind recompute? TTFT of blending from disk beside blending from memory (CacheBlend, section 5).
+
+The store holds ten times what the memory tier may, the page cache is dropped before every read, and every prompt
+has chunks that the one before it pushed out of memory. A throttled reader makes the disk as slow as wanted: on both
+sides of the line where T_load = T_recompute by the loading controller's own figures. Without the pipeline a request
+reads everything before it computes anything. Read `run_load` first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from ragblend.bench.hardware import hardware_card
+from ragblend.bench.output import check_plot, on_terminal, present
+from ragblend.bench.plots import plot_load
+from ragblend.bench.ttft import threads
+from ragblend.bench.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
+from ragblend.engine.controller import MachineProfile, choose_ratio, pipelined_s
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
+from ragblend.engine.loader import Timeline
+from ragblend.engine.machine import drop_page_cache
+from ragblend.engine.protocols import KVStore, StoreCounters
+from ragblend.engine.report import BlendReport
+from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.errors import RagblendError, UsageError
+from ragblend.profiling import Effort, measure_machine
+from ragblend.segments import SegmentedPrompt
+
+SCHEMA_VERSION = 1
+DEFAULT_SHAPE = "llama-200m"
+SLOWDOWNS = (0.5, 0.8, 1.0, 2.0)
+"""Throttled readers, by T_load over T_recompute."""
+
+TARGET = 1.15
+"""Blending from a disk that loads within T_recompute may take so many times what it takes from memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """What to measure: prompts of `num_chunks` chunks out of a store `store_factor` times the memory budget."""
+
+    shape: str = DEFAULT_SHAPE
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = DEFAULT_RATIO
+    rule: str = "auto"
+    slowdowns: tuple[float, ...] = SLOWDOWNS
+    store_factor: int = 10
+    dtype: str = "float32"
+    threads: int | None = 1
+    repeats: int = 5  # prompts, each of other chunks
+    seed: int = 0
+    store: Path | None = None  # None is a temporary directory
+
+    def __post_init__(self) -> None:
+        find_shape(self.shape)
+        for name in ("num_chunks", "chunk_tokens", "question_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.store_factor < 2:
+            raise UsageError(f"a store {self.store_factor} times the memory budget fits into it; choose 2 or more")
+        if any(slowdown <= 0 for slowdown in self.slowdowns):
+            raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads is {self.threads}; choose 1 or more")
+        check_ratio(self.ratio)
+        find_rule(self.rule)
+        find_dtype(self.dtype)
+
+
+class Case(NamedTuple):
+    """Where the KV comes from and how. `bytes_per_s`: of the throttled reader, None for the disk as it is."""
+
+    source: str  # memory, disk, throttled
+    pipeline: bool
+    ratio: float
+    load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's figures
+    expected_s: float  # by the controller: the pipeline's, or the sum of both
+    bytes_per_s: float | None = None
+
+
+class Sample(NamedTuple):
+    """One timed request."""
+
+    report: BlendReport
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """One case's result. Durations in seconds, medians unless they say otherwise."""
+
+    mode: str
+    rule: str
+    source: str
+    pipeline: bool
+    ratio: float
+    load_over_recompute: float
+    bytes_per_s: float | None
+    ttft_s: float
+    ttft_min_s: float
+    ttft_max_s: float
+    lookup_s: float  # without the pipeline, reading is part of it
+    load_s: float  # reading and placing, overlapped with fusing in the pipeline
+    stall_s: float
+    fuse_s: float
+    over_memory: float  # its TTFT over that of blending from memory
+    expected_s: float  # by the controller: the pipeline's, or the sum
+    within_target: bool | None  # None where loading takes longer than recompute, or without the pipeline
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Everything a run of the benchmark found, and what it was run on."""
+
+    config: LoadConfig
+    profile: MachineProfile
+    rule: str
+    prompt_tokens: int
+    store_bytes: int
+    memory_bytes: int
+    page_cache_dropped: bool
+    load_bytes: int  # of one prompt
+    recompute_s: float  # T_recompute
+    hardware: dict[str, Any]
+    runs: tuple[LoadRun, ...]
+    timelines: tuple[dict[str, Any], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of the command line."""
+        config = asdict(self.config)
+        config |= {"slowdowns": [*self.config.slowdowns], "dtype": dtype_name(find_dtype(self.config.dtype))}
+        config.pop("store")  # a path of this machine says nothing elsewhere
+        profile = self.profile
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": "bench load",
+            "hardware": self.hardware,
+            "config": config,
+            "model": self.config.shape,
+            "prompt_tokens": self.prompt_tokens,
+            "store_bytes": self.store_bytes,
+            "memory_bytes": self.memory_bytes,
+            "page_cache_dropped": self.page_cache_dropped,
+            "load_bytes": self.load_bytes,
+            "controller": {
+                "prefill_s": [list(point) for point in profile.prefill_s],
+                "shares": [list(point) for point in profile.shares],
+                "bytes_per_s": dict(profile.bytes_per_s),
+                "recompute_s": self.recompute_s,
+            },
+            "target": TARGET,
+            "runs": [asdict(run) for run in self.runs],
+            "timelines": [*self.timelines],
+        }
+
+
+def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
+    """Measure every case of `config` on the same prompts, in turns. `progress` is told what is being done."""
+    tell = progress or (lambda line: None)
+    with threads(config.threads), _directory(config) as directory:
+        tell(f"building {config.shape}")
+        disk = DiskStore(directory)
+        engine = engine_for(config.shape, disk, find_dtype(config.dtype), config.seed)
+        profile = measure_machine(engine, _effort(config), directory=directory, tell=tell)
+        work = _prompts(config, engine)
+        tell(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
+        for _ in engine.precompute_all(work.chunks):
+            pass
+        chunk_bytes = config.chunk_tokens * engine.bytes_per_token
+        bench = _Bench(engine, disk, memory_bytes=config.num_chunks * chunk_bytes, rule=config.rule)
+        num_tokens = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + config.question_tokens
+        recompute_s = profile.recompute_s(config.ratio, num_tokens)
+        cases = make_cases(config, profile, bench.memory_bytes, num_tokens)
+        samples: dict[Case, list[Sample]] = {case: [] for case in cases}
+        bench.sample(work.prompts[-1], cases[0])  # warm-up
+        for number, prompt in enumerate(work.prompts[: config.repeats]):
+            tell(f"round {number + 1} of {config.repeats}")
+            for case in cases:
+                samples[case].append(bench.sample(prompt, case))
+        return LoadResult(
+            config,
+            profile,
+            find_rule(config.rule).name,
+            num_tokens,
+            disk.nbytes(),
+            bench.memory_bytes,
+            bench.page_cache_dropped,
+            bench.memory_bytes,
+            recompute_s,
+            hardware_card(),
+            summarise(samples),
+            tuple(timeline_facts(case, taken) for case, taken in samples.items()),
+        )
+
+
+def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[Case, ...]:
+    """Memory, disk, and throttled readers, each with and without the pipeline; where loading takes longer than
+    recompute also at the ratio that the controller chooses then."""
+    least_s = profile.recompute_s(config.ratio, num_tokens)
+
+    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> Case:
+        reads = speed or profile.bytes_per_s["disk"]
+        load_s = 0.0 if source == "memory" else load_bytes / reads
+        compute_s = profile.recompute_s(ratio, num_tokens)
+        expected_s = pipelined_s(load_s, compute_s, profile.num_layers) if pipeline else load_s + compute_s
+        return Case(source, pipeline, ratio, load_s / least_s, expected_s, speed)
+
+    # Memory right behind the disk, which leaves its chunks there.
+    cases = [case("disk", True), case("memory", True), case("disk", False)]
+    for slowdown in config.slowdowns:
+        load_s = slowdown * least_s
+        speed = load_bytes / load_s
+        cases += [case("throttled", True, speed), case("throttled", False, speed)]
+        hidden = choose_ratio(config.ratio, load_s, profile.full_s(num_tokens), profile.shares)
+        if hidden > config.ratio:
+            cases.append(case("throttled", True, speed, hidden))
+    return tuple(cases)
+
+
+class _Bench:
+    """Times one request at a time, from the tiers that a case asks for."""
+
+    def __init__(self, engine: TransformersEngine, disk: DiskStore, memory_bytes: int, rule: str) -> None:
+        self._engine, self._disk, self._rule = engine, disk, rule
+        self.memory_bytes = memory_bytes
+        self._tiers = TieredStore(MemoryStore(memory_bytes), disk)
+        self.page_cache_dropped = True
+
+    def sample(self, prompt: SegmentedPrompt, case: Case) -> Sample:
+        """One request of one token. Raises RagblendError where the KV did not come from where it should."""
+        self._engine.store = self._store(case)
+        if case.source != "memory":
+            self.page_cache_dropped &= drop_page_cache(self._disk.root.rglob("*.safetensors"))
+        before = self._disk.counters.num_hits
+        self._engine.timelines = []
+        report = self._engine.generate(
+            prompt, mode="blend", rule=self._rule, recompute_ratio=case.ratio, max_tokens=1
+        ).report
+        num_read = self._disk.counters.num_hits - before
+        expected = 0 if case.source == "memory" else report.num_chunks
+        if num_read != expected or report.num_chunk_hits != report.num_chunks:
+            raise RagblendError(f"{num_read} of {report.num_chunks} chunks came from the disk, expected {expected}")
+        return Sample(report, self._engine.timelines[0])
+
+    def _store(self, case: Case) -> KVStore:
+        if case.source in ("disk", "memory") and case.pipeline:
+            return self._tiers  # what the prompt before left in memory are other chunks
+        tier: KVStore = self._disk
+        if case.bytes_per_s is not None:
+            tier = ThrottledStore(tier, case.bytes_per_s)
+        if not case.pipeline:
+            tier = WholeStore(tier)
+        return TieredStore(MemoryStore(self.memory_bytes), tier)
+
+
+class _Wrapped:
+    """A KVStore that passes everything on to another one; subclasses change what `get` returns."""
+
+    def __init__(self, tier: KVStore) -> None:
+        self._tier = tier
+
+    @property
+    def counters(self) -> StoreCounters:
+        return self._tier.counters
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        return self._tier.get(key, token_ids)
+
+    def put(self, kv: ChunkKV) -> None:
+        self._tier.put(kv)
+
+    def contains(self, key: str) -> bool:
+        return self._tier.contains(key)
+
+    def delete(self, key: str) -> bool:
+        return self._tier.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        return self._tier.keys()
+
+    def nbytes(self) -> int:
+        return self._tier.nbytes()
+
+
+class ThrottledStore(_Wrapped):
+    """A tier that reads `bytes_per_s` and no faster, one layer after the other, as one slow device would."""
+
+    def __init__(self, tier: KVStore, bytes_per_s: float) -> None:
+        super().__init__(tier)
+        self._bytes_per_s = bytes_per_s
+        self._busy_until_s = 0.0
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        """The entry, whose layers arrive at the tier's pace."""
+        kv = super().get(key, token_ids)
+        return None if kv is None else _ThrottledKV(kv, self._at_our_pace)
+
+    def _at_our_pace(self, read: Callable[[], LayerKV]) -> LayerKV:
+        start_s = max(perf_counter(), self._busy_until_s)
+        layer = read()
+        self._busy_until_s = start_s + layer.nbytes / self._bytes_per_s
+        time.sleep(max(0.0, self._busy_until_s - perf_counter()))
+        return layer
+
+
+class _ThrottledKV:
+    """A chunk of a ThrottledStore."""
+
+    def __init__(self, kv: ChunkKV, at_pace: Callable[[Callable[[], LayerKV]], LayerKV]) -> None:
+        self._kv, self._at_pace = kv, at_pace
+
+    @property
+    def header(self) -> KVHeader:
+        return self._kv.header
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        return self._at_pace(lambda: self._kv.layer(index))
+
+
+class WholeStore(_Wrapped):
+    """A tier without the pipeline: `get` reads the whole entry before it returns."""
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
+        """The entry, in memory."""
+        kv = super().get(key, token_ids)
+        return None if kv is None else in_memory(kv)
+
+
+def summarise(samples: Mapping[Case, Sequence[Sample]]) -> tuple[LoadRun, ...]:
+    """Medians of every case, beside those of blending from memory and what the controller expects."""
+    medians = {case: _median(taken, lambda report: report.ttft_s) for case, taken in samples.items()}
+    memory_s = next(seconds for case, seconds in medians.items() if case.source == "memory")
+    runs = []
+    for case, taken in samples.items():
+        over_memory = medians[case] / memory_s
+        is_hidden = case.pipeline and case.source != "memory" and case.load_over_recompute <= 1
+        runs.append(
+            LoadRun(
+                mode="blend",
+                rule=taken[0].report.rule,
+                source=case.source,
+                pipeline=case.pipeline,
+                ratio=case.ratio,
+                load_over_recompute=case.load_over_recompute,
+                bytes_per_s=case.bytes_per_s,
+                ttft_s=medians[case],
+                ttft_min_s=min(sample.report.ttft_s for sample in taken),
+                ttft_max_s=max(sample.report.ttft_s for sample in taken),
+                lookup_s=_median(taken, lambda report: report.lookup_s),
+                load_s=_median(taken, lambda report: report.load_s),
+                stall_s=_median(taken, lambda report: report.stall_s),
+                fuse_s=_median(taken, lambda report: report.fuse_s),
+                over_memory=over_memory,
+                expected_s=case.expected_s,
+                within_target=over_memory <= TARGET if is_hidden else None,
+                num_samples=len(taken),
+            )
+        )
+    return tuple(runs)
+
+
+def timeline_facts(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
+    ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
+    load, fuse = ordered[len(ordered) // 2].timeline
+    zero_s = min(event.start_s for event in (*load, *fuse))
+    spans = {
+        name: [[event.start_s - zero_s, event.end_s - zero_s] for event in sorted(events)]
+        for name, events in (("load", load), ("fuse", fuse))
+    }
+    facts = case._asdict()
+    return {**{name: facts[name] for name in ("source", "pipeline", "ratio", "load_over_recompute")}, **spans}
+
+
+def table_lines(result: LoadResult) -> list[str]:
+    """The runs for people: one line each, under two that say what was run and what the controller measured."""
+    config, disk = result.config, result.profile.bytes_per_s["disk"]
+    cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
+    lines = [
+        f"{config.shape} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
+        f"tokens of a store {result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; "
+        f"medians of {config.repeats}",
+        f"by the controller: T_recompute {result.recompute_s:.3g} s, T_load from this disk "
+        f"{result.load_bytes / disk:.3g} s at {disk / 1e6:.0f} MB/s",
+        f"{'KV from':<10}{'MB/s':>7}{'pipeline':>9}{'ratio':>7}{'load/rec':>9}{'TTFT s':>8}{'min':>7}{'max':>7}"
+        f"{'stall s':>8}{'expected':>9}{'/ memory':>9}{'<= ' + str(TARGET):>8}",
+    ]
+    for run in result.runs:
+        speed = "-" if run.bytes_per_s is None else f"{run.bytes_per_s / 1e6:.1f}"
+        verdict = "" if run.within_target is None else "yes" if run.within_target else "NO"
+        lines.append(
+            f"{run.source:<10}{speed:>7}{'on' if run.pipeline else 'off':>9}{run.ratio:>7.2f}"
+            f"{run.load_over_recompute:>9.2f}{run.ttft_s:>8.3f}{run.ttft_min_s:>7.2f}{run.ttft_max_s:>7.2f}"
+            f"{run.stall_s:>8.3f}{run.expected_s:>9.3f}{run.over_memory:>8.2f}x{verdict:>8}"
+        )
+    return lines
+
+
+def bench_load(
+    *, plot: Path | None, echo: Callable[[str], None], slowdowns: Sequence[float] = SLOWDOWNS, **values: Any
+) -> dict[str, Any]:
+    """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object.
+
+    `values` are LoadConfig's. Raises UsageError for values out of range.
+    """
+    config = LoadConfig(slowdowns=tuple(slowdowns), **values)
+    check_plot(plot)
+    result = run_load(config, on_terminal())
+    return present(result.as_dict(), table_lines(result), echo, plot, plot_load)
+
+
+def _effort(config: LoadConfig) -> Effort:
+    """What the controller needs for these prompts: their own length, and ratios from none to well above `ratio`."""
+    ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
+    return Effort(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
+
+
+def _prompts(config: LoadConfig, engine: TransformersEngine) -> PromptSet:
+    """Prompts without a chunk in common, as many as the store has room for."""
+    num_prompts = max(config.store_factor, config.repeats + 1)
+    sets = [
+        draw_prompts(
+            config.num_chunks,
+            config.num_chunks,
+            config.chunk_tokens,
+            config.question_tokens,
+            1,
+            engine.layers.config.vocab_size,
+            config.seed + number,
+        )
+        for number in range(num_prompts)
+    ]
+    chunks = tuple(chunk for each in sets for chunk in each.chunks)
+    return PromptSet(chunks, tuple(each.prompts[0] for each in sets))
+
+
+@contextmanager
+def _directory(config: LoadConfig) -> Iterator[Path]:
+    if config.store is not None:
+        yield config.store
+        return
+    with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+        yield Path(directory)
+
+
+def _median(samples: Sequence[Sample], value: Callable[[BlendReport], float]) -> float:
+    return statistics.median(value(sample.report) for sample in samples)

@@ -1,0 +1,143 @@
+"""`ragblend profile` and `ragblend plan`: measure this machine, then ask which device the KV should live on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragblend.cli_support import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    RemoteCodeOption,
+    RemoteOption,
+    StoreOption,
+    err,
+    open_engine,
+    print_result,
+    quiet_libraries,
+    settings_from,
+    use_threads,
+)
+from ragblend.config import load_settings
+from ragblend.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.engine.controller import MachineProfile, Option, Plan
+
+ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(profile)
+    app.command()(plan)
+
+
+def profile(
+    model: ModelOption = None,
+    store: StoreOption = None,
+    remote: RemoteOption = None,
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    trust_remote_code: RemoteCodeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found."""
+    use_threads(threads)
+    settings = settings_from(locals())
+    from ragblend.engine.machine import write_profile
+    from ragblend.engine.remote import open_remote
+    from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.profiling import Effort, measure_machine
+
+    if settings.backend != "transformers":
+        raise UsageError(f"backend is {settings.backend!r}; profile measures the transformers backend, leave it out")
+    effort = Effort(chunks, chunk_tokens, repeats)
+    tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
+    try:
+        with open_engine(settings, new_model=True) as engine:
+            assert isinstance(engine, TransformersEngine)
+            root = Path(settings.store)
+            found = measure_machine(engine, effort, directory=root, remote=tier, tell=err.print)
+            path = write_profile(root, found)
+    finally:
+        if tier is not None:
+            tier.close()
+    print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
+
+
+def plan(
+    devices: Annotated[
+        list[str],
+        typer.Option(
+            "--device", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
+        ),
+    ],
+    model: ModelOption = None,
+    store: StoreOption = None,
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    ratio: Annotated[float, typer.Option("--ratio", help="The least ratio that answers well.")] = 0.15,
+    usd_per_hour: Annotated[
+        float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
+    ] = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: RemoteCodeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Which device is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
+    use_threads(threads)
+    quiet_libraries()
+    named = {"model": model, "store": store, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    settings = load_settings(named)
+    from ragblend.engine.controller import Need, parse_device
+    from ragblend.engine.controller import plan as make_plan
+    from ragblend.profiling import find_profile
+
+    need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour)
+    profile = find_profile(settings)
+    made = make_plan(profile, [parse_device(text, profile.bytes_per_s) for text in devices], need)
+    print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
+
+
+def profile_lines(profile: MachineProfile) -> list[str]:
+    """What was measured, for people."""
+    times = ", ".join(f"{tokens:.0f} tokens {seconds:.3g} s" for tokens, seconds in profile.prefill_s)
+    shares = ", ".join(f"{ratio:.0%} {share:.1%}" for ratio, share in profile.shares)
+    tiers = ", ".join(f"{name} {speed / 1e9:.3g} GB/s" for name, speed in profile.bytes_per_s.items())
+    return [f"full prefill: {times}", f"blending, of that time: {shares}", f"reading: {tiers or 'not measured'}"]
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as a table, cheapest device first, and the answer."""
+    need, cheapest = plan.need, plan.chosen
+    lines = [
+        f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "
+        f"{plan.full_s:.3g} s",
+        f"{'device':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
+        f"{'USD/month':>11}{'uses to repay':>15}" + ("  uses/month" if need.usd_per_hour else ""),
+    ]
+    lines += [_option_line(option) for option in plan.options]
+    if cheapest is None:
+        return [*lines, "every device adds delay: a faster one, a higher ratio or fewer bytes (--dtype) would help"]
+    return [*lines, f"{cheapest} is the cheapest that adds no delay"]
+
+
+def _option_line(option: Option) -> str:
+    repaid = "never" if option.reuses_to_repay is None else str(option.reuses_to_repay)
+    monthly = "" if option.reuses_per_month is None else f"{option.reuses_per_month:>12.3g}"
+    delay = "yes" if option.adds_delay else "no"
+    return (
+        f"{option.device:<12}{option.load_s:>8.3f}{option.recompute_s:>12.3f}{option.ttft_s:>8.3f}{delay:>7}"
+        f"{option.hidden_ratio:>7.0%}{option.gb_per_1000_chunks:>9.2f}{option.usd_per_1000_chunks_month:>11.4f}"
+        f"{repaid:>15}{monthly}" + ("" if option.pays else "  full prefill is faster")
+    )

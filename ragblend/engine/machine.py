@@ -1,0 +1,100 @@
+"""This machine, and where the MachineProfiles measured on it are kept: in the store, one file per model and machine.
+
+    ROOT/machines/FINGERPRINT-HARDWARE.json
+
+Knows the operating system, torch's devices and one directory. Knows nothing about how profiles are measured or used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from ragblend.engine.controller import MachineProfile, profile_from
+from ragblend.errors import StoreNotWritableError
+
+log = logging.getLogger(__name__)
+
+MACHINES_DIR = "machines"
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What decides how fast this machine computes: the facts that a profile is good for."""
+    device = torch.device(device)
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's name as the operating system gives it."""
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def drop_page_cache(paths: Iterable[Path]) -> bool:
+    """Have the operating system forget what it keeps of these files in memory; False where it cannot be told to.
+
+    Only what is on the disk already can be dropped, so the files must have been synced.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return True
+
+
+def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> Path:
+    """Where the profile of that model on that machine is kept in the store at `root`."""
+    machine = xxh3_64_hexdigest(json.dumps(dict(hardware), sort_keys=True).encode())
+    return root / MACHINES_DIR / f"{fingerprint}-{machine}.json"
+
+
+def read_profile(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> MachineProfile | None:
+    """The profile of that model on that machine; None where none was measured, or with a warning when unreadable."""
+    path = profile_path(root, fingerprint, hardware)
+    try:
+        profile = profile_from(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:  # UsageError is a ValueError
+        log.warning("machine profile %s is not used: %s", path, error)
+        return None
+    return profile if (profile.fingerprint, dict(profile.hardware)) == (fingerprint, dict(hardware)) else None
+
+
+def write_profile(root: Path, profile: MachineProfile) -> Path:
+    """Keep a profile in the store at `root`, in place of an older one; its path. Raises StoreNotWritableError."""
+    path = profile_path(root, profile.fingerprint, profile.hardware)
+    temp = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
+        temp.replace(path)
+    except OSError as error:
+        raise StoreNotWritableError(
+            f"the profile cannot be written to {path}: {error.strerror or error}; choose another --store DIR"
+        ) from error
+    return path
