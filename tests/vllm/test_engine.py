@@ -60,6 +60,8 @@ def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, referen
     ours, theirs = (each.generate(PROMPT, mode=mode, max_tokens=8) for each in (engine, reference))
     assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
     assert ours.text == "Kinport"
+    if mode == "full":
+        assert ours.report.recompute_ratio == theirs.report.recompute_ratio == 1.0
     if mode in ("blend", "reuse"):
         assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 3
         assert ours.report.rule == theirs.report.rule

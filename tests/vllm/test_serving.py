@@ -175,26 +175,34 @@ def test_a_foreign_file_under_the_right_name_is_a_miss(serving):
     assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
 
 
-def test_the_store_pulled_away_while_serving(serving):
+@pytest.mark.parametrize("how", ["removed", "unreadable"])
+def test_the_store_pulled_away_while_serving(how, serving):
     llm, store = serving
     ids, spans = prompt_of(STORED[:4], 0)
-    plain = tokens(ask(llm, ids))
+    plain, free = tokens(ask(llm, ids)), free_blocks(llm)
     worker = connector_worker()
-    run_slice, removed = worker.run_slice, []
+    run_slice, pulled = worker.run_slice, []
 
     def pulling() -> Any:
-        if worker._jobs and not removed:  # found by the scheduler, gone before the worker reads
-            removed.append(shutil.rmtree(store))
+        if worker._jobs and not pulled:  # found by the scheduler, gone before the worker reads
+            pulled.append(shutil.rmtree(store))
+            if how == "unreadable":  # no directory any more, whoever asks, root included
+                store.write_bytes(b"")
         return run_slice()
 
     worker.run_slice = pulling
     output = ask(llm, ids, {"mode": "reuse", "spans": spans})
-    assert removed
+    assert pulled
     assert tokens(output) == plain
     assert report(output)["num_chunk_hits"] == 0
-    assert tokens(ask(llm, ids, {"mode": "reuse", "spans": spans})) == plain
+    assert free_blocks(llm) == free
+    others = random_requests(8, 4)
+    found = [tokens(answer) for answer in ask_all(llm, others, 6, None)]
+    assert found == [tokens(ask(llm, other, None, 6, None)) for other, _ in others]  # full computes, all of them
     lost = ingest(llm, PREFIX, random_ids(20, 77))
-    assert lost["refused_reason"] is None or "not stored" in lost["refused_reason"]
+    assert (how == "removed") == (lost["refused_reason"] is None)  # a directory is made again, a file stays
+    assert how == "removed" or "not stored" in lost["refused_reason"]
+    assert free_blocks(llm) == free
 
 
 def test_a_failing_blend_is_computed_by_vllm(serving):
