@@ -178,7 +178,7 @@ class BlendWorker:
         paged.length = yield from self._resident(job)
         header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
-        whole = MemoryKV(kv.header, tuple(layers.all_heads(layer) for layer in kv.layers))
+        whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
         if layers.rank == 0:
             self._jobs[0].storing = self._writer.submit(self._store.put, whole)
