@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from ragblend.cli_support import (
     IndexOption,
     JsonOption,
     KOption,
+    KvDtypeOption,
     MaxTokensOption,
     ModelOption,
     ModeOption,
@@ -87,6 +89,7 @@ def ingest(
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
@@ -122,11 +125,15 @@ def precompute(
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text."""
+    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
+
+    --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
+    """
     settings = settings_from(locals())
     from ragblend.precompute import disk_bytes, precompute_chunks
 
@@ -135,7 +142,8 @@ def precompute(
         open_index_of(settings, engine) as opened,
         progress_bars() as progress,
     ):
-        report = precompute_chunks(list(opened.chunks()), engine, progress, say=err.print)
+        chunks, rewrite = list(opened.chunks()), kv_dtype is not None
+        report = precompute_chunks(chunks, engine, progress, say=err.print, rewrite=rewrite)
         report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
         report.store_bytes = disk_bytes(engine)
     print_ingest(report, settings, json_)
@@ -355,6 +363,7 @@ def stats(
     entries = list(disk.entries())
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
+    dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
@@ -369,6 +378,7 @@ def stats(
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
+        "kv_dtypes": dict(dtypes),
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
@@ -381,6 +391,7 @@ def stats(
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
         f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
         *(f"  {source}" for source in sources[:20]),
@@ -497,6 +508,7 @@ def serve(
     ] = None,
     system: SystemOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     trust_remote_code: RemoteCodeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
 ) -> None:
@@ -518,6 +530,7 @@ def serve(
         separator_end=separator_end,
         system=settings.system,
         memory_gib=settings.memory_gib,
+        kv_dtype=settings.kv_dtype,
         trust_remote_code=settings.trust_remote_code,
     )
     if dry_run:

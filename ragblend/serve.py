@@ -41,6 +41,7 @@ class ServeOptions:
     separator_end: str | None = None
     system: str | None = None
     memory_gib: float = 2.0
+    kv_dtype: str = "auto"
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
         separator_end=options.separator_end,
         system=options.system,
         memory_gib=options.memory_gib,
+        kv_dtype=options.kv_dtype,
         trust_remote_code=options.trust_remote_code,
     )
     own = ["--host", options.host, "--port", str(options.port)]

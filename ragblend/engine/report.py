@@ -15,7 +15,11 @@ PrefixMatch = Literal["exact", "approximate"]
 
 @dataclass(slots=True)
 class ChunkReport:
-    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV needs no recompute at all."""
+    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV is what full prefill computes.
+
+    `kv_dtype`: how its KV is stored, "int8", "fp8" or the dtype it was computed in; None where none was used. A chunk
+    in eight bits is not exact even behind its own prefix, but below ratio 1 it is not recomputed there either.
+    """
 
     source: str
     num_tokens: int
@@ -23,6 +27,7 @@ class ChunkReport:
     prefix_match: PrefixMatch | None = None
     exact: bool = False
     num_recomputed_tokens: int = 0
+    kv_dtype: str | None = None
 
 
 @dataclass(slots=True)

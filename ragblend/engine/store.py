@@ -41,6 +41,7 @@ class FetchesAhead(Protocol):
     """A tier whose entries come from far: it can start fetching several before they are asked for."""
 
     def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+    def delete(self, key: str) -> bool: ...
 
 
 @runtime_checkable
@@ -236,6 +237,16 @@ class TieredStore:
         with self._lock:
             self._num_puts += 1
 
+    def replace(self, kv: ChunkKV) -> None:
+        """`put` over an entry whose KV is the same and stored in another dtype: a remote tier keeps what it has else.
+
+        Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
+        """
+        for tier in self.tiers:
+            if isinstance(tier, FetchesAhead):
+                tier.delete(kv.header.key)
+        self.put(kv)
+
     def delete(self, key: str) -> bool:
         """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
 
@@ -309,6 +320,11 @@ class TieredStore:
                 left_s = None if until_s is None else max(0.0, until_s - monotonic())
                 done = getattr(part, action)(left_s) and done
         return done
+
+
+def kv_dtype_of(store: KVStore) -> str:
+    """How `store` stores what is put: "auto" as computed, "int8" or "fp8"."""
+    return store.kv_dtype if isinstance(store, TieredStore) else "auto"
 
 
 def _fits(tier: KVStore, kv: ChunkKV) -> bool:

@@ -22,9 +22,10 @@ from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import KVHeader, dtype_name
+from ragblend.engine.kv import KVHeader, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import KVStore
+from ragblend.engine.quantize import stored_bytes_per_token
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, PrefixMatch
 from ragblend.engine.selection import (
     DEFAULT_RATIO,
@@ -40,7 +41,7 @@ from ragblend.engine.selection import (
     schedule,
 )
 from ragblend.engine.self_check import self_check
-from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground
+from ragblend.engine.store import FetchesAhead, Prefetches, WorksInBackground, kv_dtype_of
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
 from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -95,9 +96,12 @@ class TransformersEngine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        item = self.layers.like.element_size()
-        return sum(heads * (keys + values) * item for heads, keys, values in self.layers.kv_shapes)
+        """Bytes of stored KV per token of a long chunk, all layers."""
+        item, kv_dtype = self.layers.like.element_size(), kv_dtype_of(self.store)
+        return sum(
+            stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
+            for heads, keys, values in self.layers.kv_shapes
+        )
 
     # -- ingestion
 
@@ -134,6 +138,7 @@ class TransformersEngine:
         )
         with self._lock:
             kv = prefill_chunk(self.layers, self._prefix(prefix_ids), header)
+        kv = stored_as(kv, kv_dtype_of(self.store))
         self.store.put(kv)
         return kv.nbytes
 
@@ -308,7 +313,7 @@ class TransformersEngine:
                     continue
                 key = self._key(candidate, segment.token_ids)
                 kv = self.store.get(key, segment.token_ids) if key not in damaged else None
-                if kv is not None:
+                if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     found[segment.start] = (Placement(kv, segment.start, exact), match)
                     break
         return found
@@ -372,8 +377,9 @@ class TransformersEngine:
                     segment.num_tokens,
                     hit=hit is not None or resident,
                     prefix_match=hit[1] if hit else "exact" if resident else None,
-                    exact=hit[0].exact if hit else resident,
+                    exact=hit[0].exact and hit[0].kv.header.is_lossless if hit else resident,
                     num_recomputed_tokens=inside,
+                    kv_dtype=hit[0].kv.header.stored_dtype if hit else None,
                 )
             )
         total = plan.num_chunk_tokens + num_computed

@@ -69,6 +69,7 @@ class ConnectorConfig:
 
     store: str = "ragblend-data/kv"
     memory_gib: float = 2.0  # of the memory tier, per worker
+    kv_dtype: str = "auto"  # how ingested KV is stored, see `quantize`
     rule: str = "auto"  # for requests that name none, and those marked by separators
     ratio: float = DEFAULT_RATIO
     namespace: str = ""  # for requests marked by separators
@@ -383,7 +384,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self_check(layers, config.get_vocab_size(), self._kv_cache_config.num_blocks, self._model_name)
         disk = DiskStore(self.config.store)
         memory = MemoryStore(int(self.config.memory_gib * GIB))
-        store = TieredStore(memory, disk) if self.config.memory_gib else TieredStore(disk)
+        tiers = (memory, disk) if self.config.memory_gib else (disk,)
+        store = TieredStore(*tiers, kv_dtype=self.config.kv_dtype)
         self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

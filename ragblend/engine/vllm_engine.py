@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.kv import DTYPES
 from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_launch import Checkpoint, environment, is_cuda, kv_memory_bytes
@@ -44,7 +45,8 @@ class VllmEngine(VllmBase):
         **options: Any,
     ) -> None:
         self._temporary = None if isinstance(store, Path) else store
-        self.store = TieredStore(DiskStore(store if isinstance(store, Path) else Path(store.name)))
+        kv_dtype = transfer["kv_connector_extra_config"].get("kv_dtype", "auto")
+        self.store = TieredStore(DiskStore(store if isinstance(store, Path) else Path(store.name)), kv_dtype=kv_dtype)
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = segmenter.stop_ids() | _generation_stops(engine)
@@ -52,7 +54,8 @@ class VllmEngine(VllmBase):
         from ragblend.engine.vllm_connector import model_fingerprint
 
         fingerprint = model_fingerprint(engine.model_config)
-        facts = Facts(checkpoint.name, fingerprint, length, checkpoint.bytes_per_token, ends)
+        stored = checkpoint.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[checkpoint.dtype].itemsize)
+        facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
         super().__init__(segmenter, facts, **options)
         self._loop = _Loop(engine)
 

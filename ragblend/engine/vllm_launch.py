@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.kv import dtype_name
+from ragblend.engine.quantize import check_kv_dtype
 from ragblend.engine.selection import check_ratio, find_rule
 from ragblend.engine.transformers_model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.vllm_support import BEFORE, OLDEST, check_version, refusals, vllm_version
@@ -126,6 +127,7 @@ def transfer_config(
     separator_end: str | None = None,
     system: str | None = None,
     memory_gib: float | None = None,
+    kv_dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
@@ -133,7 +135,7 @@ def transfer_config(
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
     with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
     own marks has them by default. `system` is the text that chunks were ingested behind, `memory_gib` what each worker
-    may keep of the store in memory.
+    may keep of the store in memory, `kv_dtype` how new KV is stored.
     """
     extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve())}
     tokenizer, path = load_tokenizer(model, trust_remote_code)
@@ -141,6 +143,8 @@ def transfer_config(
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
     if memory_gib is not None:
         extra["memory_gib"] = memory_gib
+    if kv_dtype is not None:
+        extra["kv_dtype"] = check_kv_dtype(kv_dtype)
     if rule is not None:
         extra["rule"] = find_rule(rule, can_ask=False).name if rule != "auto" else "auto"
     if ratio is not None:

@@ -114,6 +114,7 @@ class VllmReport:
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0  # computing, waiting for turns between slices left out
     prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
+    kv_dtype: list[str | None] = field(default_factory=list)  # per chunk, as in `report.ChunkReport`
     refused_reason: str | None = None  # why the request was served by ordinary prefill
     version: int = PARAMS_VERSION
 

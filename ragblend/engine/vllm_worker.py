@@ -274,6 +274,8 @@ def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
     spans = job.params.spans
     report.num_chunks, report.num_chunk_hits = len(spans), len(hits)
     report.prefix_match = [matches.get(start) for start, _ in spans]
+    kv_dtypes = {placement.start: placement.kv.header.stored_dtype for placement in plan.placements}
+    report.kv_dtype = [kv_dtypes.get(start) for start, _ in spans]
     num_computed = sum(end - start for start, end in spans if start not in hits)
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in result.rows_per_layer]
