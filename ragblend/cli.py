@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from ragblend import cli_dtypes  # noqa: F401 (adds its command to bench_app)
 from ragblend.cli_bench import bench_app
 from ragblend.cli_support import (
     BackendOption,
