@@ -18,7 +18,7 @@ def bench_dtypes(
     shape: Annotated[str, typer.Option("--shape", help="Random weights for bytes and times; '' for none.")] = (
         "llama-200m"
     ),
-    dtypes: Annotated[str, typer.Option("--dtypes", help="That the shape computes in.")] = "float32,bfloat16",
+    dtypes: Annotated[str, typer.Option("--dtypes", help="That the shape computes in.")] = "float32",
     chunks: Annotated[int, typer.Option("--chunks")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,

@@ -27,11 +27,19 @@ from ragblend.bench.hardware import card_lines, hardware_card
 from ragblend.bench.quality_cases import make_items
 from ragblend.bench.quality_runs import FULL, REUSE, Answer, Configuration, answer, kl, mean_interval, request_for
 from ragblend.bench.ttft import threads
-from ragblend.bench.workloads import find_dtype, find_shape, make_prompts, random_model, synthetic_segmenter
+from ragblend.bench.workloads import (
+    PREFIX_TOKENS,
+    find_dtype,
+    find_shape,
+    make_prompts,
+    random_model,
+    synthetic_segmenter,
+)
 from ragblend.demo.evaluate import Setting
 from ragblend.engine import load_engine, open_store
+from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.generation import Request
-from ragblend.engine.kv import dtype_name, in_memory
+from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory, stored_as
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.quantize import CODE_DTYPES
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
@@ -54,7 +62,7 @@ class DtypesConfig:
     kv_dtypes: tuple[str, ...] = tuple(CODE_DTYPES)
     num_questions: int = 210
     shape: str | None = "llama-200m"
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # that the shape computes in
+    dtypes: tuple[str, ...] = ("float32",)  # that the shape computes in; a CPU without bfloat16 emulates it, slowly
     num_chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
@@ -91,6 +99,16 @@ class DtypesConfig:
     def configurations(self) -> tuple[Configuration, ...]:
         """Full reuse, and blend."""
         return REUSE, Configuration("blend", find_rule(self.rule).name, self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes of a chunk's file, of the shape's heads and layers and `chunk_tokens` tokens, header included."""
+
+    dtype: str
+    kv_dtype: str
+    bytes_per_token: float
+    share: float  # of the file as computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +150,7 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
         card = hardware_card()
         for line in (*card_lines(card), ""):
             echo(line)
+        sizes = measure_sizes(config, echo) if config.shape is not None else []
         runs = measure_answers(config, echo) if config.num_questions else []
         runs += measure_shape(config, echo) if config.shape is not None else []
     facts = {
@@ -139,6 +158,7 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
         "command": "bench dtypes",
         "hardware": card,
         "config": asdict(config),
+        "sizes": [asdict(size) for size in sizes],
         "runs": [asdict(run) for run in runs],
     }
     if out != NOWHERE:
@@ -147,6 +167,30 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
         path.write_text(json.dumps(facts) + "\n")
         echo(f"result in {path}")
     return facts
+
+
+# -- bytes
+
+
+def measure_sizes(config: DtypesConfig, echo: Callable[[str], None]) -> list[Size]:
+    """One chunk of the shape in 32 and in 16 bits, as computed and in eight."""
+    assert config.shape is not None
+    shape, token_ids = find_shape(config.shape), tuple(range(config.chunk_tokens))
+    generator, sizes = torch.Generator().manual_seed(config.seed), list[Size]()
+    dims = (shape.num_kv_heads, config.chunk_tokens, shape.head_dim)
+    drawn = [[torch.randn(dims, generator=generator) for _ in ("keys", "values")] for _ in range(shape.num_layers)]
+    for name in ("float32", "bfloat16"):
+        header = KVHeader("0" * 32, "0" * 32, (1,) * PREFIX_TOKENS, token_ids, shape.num_layers, name)
+        kv = MemoryKV(header, tuple(LayerKV(*(tensor.to(find_dtype(name)) for tensor in layer)) for layer in drawn))
+        whole = len(encode_chunk(kv))
+        for kv_dtype in config.stored:
+            nbytes = len(encode_chunk(stored_as(kv, kv_dtype)))
+            sizes.append(Size(name, kv_dtype, nbytes / config.chunk_tokens, nbytes / whole))
+    echo(f"{config.shape}, a chunk of {config.chunk_tokens} tokens: bytes per token, share of KV as computed")
+    for size in sizes:
+        echo(f"{size.dtype:<10}{size.kv_dtype:<7}{size.bytes_per_token:>9.0f}{size.share:>7.3f}")
+    echo("")
+    return sizes
 
 
 # -- answers of the demo model
