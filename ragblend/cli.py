@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from ragblend import cli_dtypes  # noqa: F401 (adds its command to bench_app)
 from ragblend.cli_bench import bench_app
 from ragblend.cli_calibrate import calibrate_app
 from ragblend.cli_explain import explain
@@ -27,6 +29,7 @@ from ragblend.cli_support import (
     IndexOption,
     JsonOption,
     KOption,
+    KvDtypeOption,
     MaxTokensOption,
     ModelOption,
     ModeOption,
@@ -98,6 +101,7 @@ def ingest(
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
@@ -135,11 +139,15 @@ def precompute(
     system: SystemOption = None,
     namespace: NamespaceOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text."""
+    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
+
+    --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
+    """
     settings = settings_from(locals())
     from ragblend.precompute import disk_bytes, precompute_chunks, with_neighbours
 
@@ -148,10 +156,9 @@ def precompute(
         open_index_of(settings, engine) as opened,
         progress_bars() as progress,
     ):
-        chunks = list(opened.chunks())
-        report = precompute_chunks(
-            with_neighbours(chunks) if settings.neighbour_kv else chunks, engine, progress, say=err.print
-        )
+        chunks, rewrite = list(opened.chunks()), kv_dtype is not None
+        chunks = with_neighbours(chunks) if settings.neighbour_kv else chunks
+        report = precompute_chunks(chunks, engine, progress, say=err.print, rewrite=rewrite)
         report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
         report.store_bytes = disk_bytes(engine)
     print_ingest(report, settings, json_)
@@ -375,6 +382,7 @@ def stats(
     entries = list(disk.entries())
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
+    dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
@@ -389,6 +397,7 @@ def stats(
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
+        "kv_dtypes": dict(dtypes),
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
@@ -401,6 +410,7 @@ def stats(
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
         f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
         *(f"  {source}" for source in sources[:20]),
@@ -518,6 +528,7 @@ def serve(
     ] = None,
     system: SystemOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     trust_remote_code: RemoteCodeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
 ) -> None:

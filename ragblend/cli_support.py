@@ -43,6 +43,9 @@ RemoteOption = Annotated[
     str | None, typer.Option("--remote", help="Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+KvDtypeOption = Annotated[
+    str | None, typer.Option("--kv-dtype", help="How new KV is stored: auto (as computed), int8 or fp8.")
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="System text that chunks are precomputed behind.")]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; never reads another's KV.")]
@@ -154,7 +157,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
 def tier_options(settings: Settings) -> dict[str, Any]:
     """What `load_engine` and `open_store` take of the settings."""
-    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib")
+    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib", "kv_dtype")
     return {name: getattr(settings, name) for name in names}
 
 
@@ -284,7 +287,8 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
-        f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored",
+        f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
+        + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
         *(f"not read: {failure.path}: {failure.reason}" for failure in report.failures),
     ]

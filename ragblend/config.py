@@ -31,6 +31,7 @@ class Settings:
     remote_timeout_s: float = 5.0  # longest wait for one chunk from there
     eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
     quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
+    kv_dtype: str = "auto"  # how new KV is stored: auto (as computed), int8, fp8
     chunk_size: int = 512  # tokens of the LLM's own tokenizer
     neighbour_kv: bool = False  # ingest: also keep each chunk's KV as computed behind the chunk before it
     k: int = 6  # chunks retrieved per question
@@ -69,6 +70,7 @@ class Settings:
             ("order", ("score", "document")),
             ("eviction", ("lru", "gdsf")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("kv_dtype", ("auto", "int8", "fp8")),
         ):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")

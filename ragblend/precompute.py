@@ -10,15 +10,24 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragblend.chunker import Document, ReadFailure, Splitter, iter_documents, split
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.kv import in_memory, stored_as
 from ragblend.engine.protocols import Engine
-from ragblend.engine.store import Pins, TieredStore, format_bytes
-from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.engine.store import Pins, TieredStore, format_bytes, kv_dtype_of
+from ragblend.errors import (
+    DamagedEntryError,
+    EmptyCorpusError,
+    NotFoundError,
+    StoreFullError,
+    StoreMismatchError,
+    UsageError,
+)
 from ragblend.index import ChunkIndex, open_index
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk
@@ -27,6 +36,7 @@ Progress = Callable[[str, int, int | None], None]
 """Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
+_RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
 _SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
 
 
@@ -41,6 +51,8 @@ class IngestReport:
     num_tokens: int = 0  # of those chunks, in the LLM's own tokens
     num_new_kv: int = 0
     num_known_kv: int = 0
+    num_rewritten_kv: int = 0  # known chunks whose storage dtype was changed
+    num_other_kv: int = 0  # known chunks that stay stored in another dtype than the store's
     new_kv_bytes: int = 0
     bytes_per_token: int = 0
     store_bytes: int = 0  # the whole store on disk
@@ -110,9 +122,13 @@ def precompute_chunks(
     progress: Progress | None = None,
     report: IngestReport | None = None,
     say: Callable[[str], None] | None = None,
+    *,
+    rewrite: bool = False,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
 
+    A chunk that is stored is known, in whatever dtype. With `rewrite`, known chunks take on the store's `kv_dtype`: KV
+    as computed is rounded; KV in eight bits is prefilled again, because what rounding lost is lost.
     The size to come is forecast, told through `say`, and checked against the disk before anything is computed.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
@@ -121,25 +137,35 @@ def precompute_chunks(
     distinct = {(chunk.text, chunk.behind): chunk for chunk in chunks}
     missing = [chunk for chunk in distinct.values() if not engine.is_stored(chunk)]
     report.num_known_kv += len(distinct) - len(missing)
-    disk = disk_store(engine)
-    if disk is not None and missing:
-        num_tokens = sum(_num_tokens(chunk, engine) for chunk in missing)
+    disk, absent = disk_store(engine), set(missing)
+    others = _stored_otherwise([chunk for chunk in distinct.values() if chunk not in absent], engine, rewrite)
+    if rewrite:
+        report.num_rewritten_kv = _round_known(others, engine) + len(others.to_prefill)
+    elif others.num_chunks:
+        report.num_other_kv = others.num_chunks
+        if say is not None:
+            dtype = kv_dtype_of(engine.store)
+            say(f"{others.num_chunks} known chunks stay as they are stored, not as {dtype}; to change that: "
+                f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
+    renewed = others.to_prefill if rewrite else []
+    if disk is not None and (missing or renewed):
+        num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
         free = check_room(disk.root, forecast)
         if say is not None:
             size, room = format_bytes(forecast), format_bytes(free)
-            say(f"to prefill: {len(missing)} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
-    tell("prefill", 0, len(missing))
+            num_chunks = len(missing) + len(renewed)
+            say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
+    tell("prefill", 0, len(missing) + len(renewed))
     with closing(open_registry(engine)) as registry:
         # Texts are noted first, all in one transaction: a text whose KV is still to come is prefilled in its prompt,
         # KV whose text is unknown would never be found.
         registry.add(text for text, _ in distinct)
-    together = getattr(engine, "precompute_all", None)  # of engines that batch: several chunks on their way at once
-    stored = together(missing) if together is not None else map(engine.precompute, missing)
+    stored = chain(_prefill(missing, engine), _prefill_again(renewed, engine))
     for done, nbytes in enumerate(stored, start=1):
         report.new_kv_bytes += nbytes
-        report.num_new_kv += 1
-        tell("prefill", done, len(missing))
+        report.num_new_kv += done <= len(missing)
+        tell("prefill", done, len(missing) + len(renewed))
     report.prefill_s += perf_counter() - start_s
     return report
 
@@ -154,6 +180,72 @@ def with_neighbours(chunks: Iterable[Chunk]) -> list[Chunk]:
             found.append(replace(chunk, behind=before.text))
         before = chunk
     return found
+
+
+def _prefill(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
+    """Prefill chunks one after the other, or side by side where the engine can; the bytes stored of each."""
+    together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
+    return together(chunks) if together is not None else map(engine.precompute, chunks)
+
+
+def _prefill_again(chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
+    """The same of chunks whose KV is dropped first, a few at a time: an interruption costs those few at most."""
+    for start in range(0, len(chunks), _RENEW_BATCH):
+        batch = chunks[start : start + _RENEW_BATCH]
+        for chunk in batch:
+            engine.forget(chunk)
+        yield from _prefill(batch, engine)
+
+
+class _Others(NamedTuple):
+    """Known chunks that the store would store in another dtype today."""
+
+    to_round: list[Chunk]  # as computed, wanted in eight bits
+    to_prefill: list[Chunk]  # in eight bits, wanted as computed or in other eight bits
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.to_round) + len(self.to_prefill)
+
+
+def _stored_otherwise(known: Sequence[Chunk], engine: Engine, rewrite: bool) -> _Others:
+    """Which of the `known` chunks are stored in another dtype than the store's.
+
+    Only to tell the user, the disk's headers do, and a store of KV as computed, the default, is not searched at all.
+    """
+    others, kv_dtype, disk = _Others([], []), kv_dtype_of(engine.store), disk_store(engine)
+    if rewrite and not isinstance(engine.store, TieredStore):
+        raise UsageError("KV is rewritten by whoever opens the store itself, a server's where the server runs; "
+                         "there: ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
+    if not rewrite and (kv_dtype == "auto" or disk is None):
+        return others
+    for chunk in known:
+        if rewrite:
+            kv = engine.store.get(engine.key(chunk))
+            header = kv.header if kv is not None else None
+        else:
+            header = disk.header(engine.key(chunk)) if disk is not None else None
+        if header is not None and (header.kv_dtype or "auto") != kv_dtype:
+            (others.to_round if header.is_lossless else others.to_prefill).append(chunk)
+    return others
+
+
+def _round_known(others: _Others, engine: Engine) -> int:
+    """Store chunks as computed in the store's eight bits; what turns out damaged is to be prefilled. How many."""
+    assert isinstance(engine.store, TieredStore)
+    num_rounded = 0
+    for chunk in others.to_round:
+        kv = engine.store.get(engine.key(chunk))
+        try:
+            whole = in_memory(kv) if kv is not None else None
+        except DamagedEntryError:
+            whole = None
+        if whole is None:
+            others.to_prefill.append(chunk)
+        elif stored_as(whole, engine.store.kv_dtype) is not whole:  # a few tokens have nothing to gain
+            engine.store.replace(whole)
+            num_rounded += 1
+    return num_rounded
 
 
 def precompute_documents(

@@ -385,6 +385,32 @@ def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
     assert err.count("chunks from the store") == 2
 
 
+def test_kv_dtype_is_chosen_at_ingest_kept_by_the_next_and_changed_by_precompute(run, questions, monkeypatch, tmp_path):
+    place = ["--index", "i", "--store", str(tmp_path / "kv"), "--json"]
+    ingest = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *place]
+    found = json.loads(run(*ingest, "--kv-dtype", "int8")[1])
+    num_chunks, nbytes = found["num_new_kv"], found["store_bytes"]
+    assert json.loads(run("stats", *place)[1])["kv_dtypes"] == {"int8": num_chunks}
+
+    def ask(*options: str) -> dict:
+        return json.loads(run("ask", questions[0]["question"], "-k", "4", "--max-tokens", "8", *options, *place)[1])
+
+    full, answer = ask("--mode", "full"), ask("--ratio", "1.0")
+    assert answer["answer"] == full["answer"]
+    assert {chunk["kv_dtype"] for chunk in answer["report"]["chunks"]} == {"int8"}
+    monkeypatch.setenv("RAGBLEND_KV_DTYPE", "fp8")
+    code, out, err = run(*ingest)
+    assert (code, json.loads(out)["num_other_kv"], json.loads(out)["num_new_kv"]) == (0, num_chunks, 0)
+    assert "ragblend precompute --kv-dtype fp8" in err
+    assert json.loads(run("precompute", *place)[1])["num_rewritten_kv"] == 0, "only the flag rewrites"
+    found = json.loads(run("precompute", "--kv-dtype", "auto", *place)[1])
+    assert found["num_rewritten_kv"] == num_chunks
+    assert found["store_bytes"] > 2 * nbytes
+    assert json.loads(run("stats", *place)[1])["kv_dtypes"] == {"float32": num_chunks}
+    code, _, err = run("precompute", "--kv-dtype", "int4", *place)
+    assert (code, "auto, int8, fp8" in err) == (2, True)
+
+
 def test_version_and_help(run):
     from ragblend import __version__
 

@@ -120,6 +120,7 @@ def test_a_broken_file_is_named(tmp_path: Path):
         ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
         ({"order": "random"}, "order is 'random'.*score, document"),
         ({"dtype": "int8"}, "dtype is 'int8'.*bfloat16"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'.*int8, fp8"),
     ],
 )
 def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tmp_path: Path):

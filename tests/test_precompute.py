@@ -9,6 +9,7 @@ import pytest
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.store import MemoryStore
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
 from ragblend.precompute import (
@@ -17,6 +18,7 @@ from ragblend.precompute import (
     ingest,
     open_engine_index,
     pin_document,
+    precompute_chunks,
     precompute_documents,
     remove_document,
     with_neighbours,
@@ -205,3 +207,92 @@ def test_the_disk_tier_is_found_behind_the_memory_tier(engine, tmp_path):
     disk = disk_store(engine)
     assert disk is not None
     assert disk.root == tmp_path / "kv"
+
+
+# --- storage dtypes ---
+
+
+def stored_dtypes(place: Path) -> set[str]:
+    return {entry.header.stored_dtype for entry in DiskStore(place).entries()}
+
+
+@pytest.fixture
+def chunks(corpus, tmp_path):
+    """Chunks of the corpus, precomputed as computed by a store of its own that is thrown away."""
+    with load_engine("demo", tmp_path / "first") as engine:
+        run(corpus, engine, tmp_path)
+    with open_index(tmp_path / "index") as index:
+        return list(index.chunks())
+
+
+def test_ingestion_stores_in_the_dtype_that_is_asked_for(corpus, tmp_path):
+    with load_engine("demo", tmp_path / "kv", kv_dtype="int8") as engine:
+        report = run(corpus, engine, tmp_path)
+        assert stored_dtypes(tmp_path / "kv") == {"int8"}
+        assert report.new_kv_bytes == sum(engine.store.get(key).nbytes for key in engine.store.keys())  # noqa: SIM118
+
+
+def test_ingesting_again_in_another_dtype_keeps_what_is_stored_and_says_so(chunks, tmp_path, monkeypatch):
+    for first, second, said in (("auto", "int8", True), ("int8", "auto", False), ("fp8", "int8", True)):
+        place, lines = tmp_path / f"{first}-{second}", []
+        with load_engine("demo", place, kv_dtype=first) as engine:
+            precompute_chunks(chunks, engine)
+        before = stored_dtypes(place)
+        with load_engine("demo", place, kv_dtype=second) as engine:
+            monkeypatch.setattr(engine, "precompute", lambda chunk: pytest.fail("prefilled a known chunk"))
+            report = precompute_chunks(chunks, engine, say=lines.append)
+        assert stored_dtypes(place) == before
+        assert (report.num_new_kv, report.num_rewritten_kv) == (0, 0)
+        assert report.num_other_kv == (len(chunks) if said else 0)
+        assert any("--kv-dtype int8" in line for line in lines) == said
+
+
+def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch):
+    with load_engine("demo", tmp_path / "kv") as engine:
+        precompute_chunks(chunks[:-1], engine)
+    with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
+        prefilled, original = [], engine.precompute
+        monkeypatch.setattr(engine, "precompute", lambda chunk: prefilled.append(chunk) or original(chunk))
+        report = precompute_chunks(chunks, engine, rewrite=True)
+    assert prefilled == chunks[-1:], "only what was missing"
+    assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks) - 1, 1)
+    assert stored_dtypes(tmp_path / "kv") == {"fp8"}
+    with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
+        assert precompute_chunks(chunks, engine, rewrite=True).num_rewritten_kv == 0
+
+
+@pytest.mark.parametrize("wanted", ["auto", "int8"])
+def test_rewriting_eight_bits_prefills_them_again(chunks, tmp_path, wanted):
+    """Back to what was computed, bit for bit; fp8 to int8 without rounding twice."""
+    for place, kv_dtype in (("reference", wanted), ("kv", "fp8")):
+        with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
+            precompute_chunks(chunks, engine)
+    with load_engine("demo", tmp_path / "kv", kv_dtype=wanted) as engine:
+        report = precompute_chunks(chunks, engine, rewrite=True)
+    assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks), 0)
+    assert_same_files(tmp_path / "kv", tmp_path / "reference")
+
+
+def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path):
+    for place, kv_dtype in (("reference", "int8"), ("kv", "auto")):
+        with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
+            precompute_chunks(chunks, engine)
+    victim = next((tmp_path / "kv").glob("??/*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    with load_engine("demo", tmp_path / "kv", kv_dtype="int8") as engine:
+        report = precompute_chunks(chunks, engine, rewrite=True)
+    assert report.num_rewritten_kv == len(chunks)
+    assert_same_files(tmp_path / "kv", tmp_path / "reference")
+
+
+def test_a_store_without_a_dtype_of_its_own_is_not_rewritten(chunks):
+    with load_engine("demo", MemoryStore(1 << 20)) as engine, pytest.raises(UsageError, match="where the server runs"):
+        precompute_chunks(chunks, engine, rewrite=True)
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    stores = [{path.name: path.read_bytes() for path in place.glob("??/*.safetensors")} for place in (one, other)]
+    assert stores[0] == stores[1]
+    assert stores[0]

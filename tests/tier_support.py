@@ -28,9 +28,9 @@ def make_kv(
 def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
     assert got is not None
     assert got.header == expected.header
-    for index, (keys, values) in enumerate(expected.layers):
-        assert torch.equal(got.layer(index).keys, keys)
-        assert torch.equal(got.layer(index).values, values)
+    for index in range(expected.header.num_layers):
+        assert torch.equal(got.layer(index).keys, expected.layer(index).keys)
+        assert torch.equal(got.layer(index).values, expected.layer(index).values)
 
 
 class DictValues:

@@ -25,7 +25,7 @@ from ragblend.bench.ttft import threads
 from ragblend.bench.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
 from ragblend.engine.controller import MachineProfile, choose_ratio, pipelined_s
 from ragblend.engine.disk import DiskStore
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
+from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dtype_name, in_memory, restored
 from ragblend.engine.loader import Timeline
 from ragblend.engine.machine import drop_page_cache
 from ragblend.engine.protocols import KVStore, StoreCounters
@@ -309,7 +309,7 @@ class ThrottledStore(_Wrapped):
         kv = super().get(key, token_ids)
         return None if kv is None else _ThrottledKV(kv, self._at_our_pace)
 
-    def _at_our_pace(self, read: Callable[[], LayerKV]) -> LayerKV:
+    def _at_our_pace(self, read: Callable[[], StoredLayer]) -> StoredLayer:
         start_s = max(perf_counter(), self._busy_until_s)
         layer = read()
         self._busy_until_s = start_s + layer.nbytes / self._bytes_per_s
@@ -320,7 +320,7 @@ class ThrottledStore(_Wrapped):
 class _ThrottledKV:
     """A chunk of a ThrottledStore."""
 
-    def __init__(self, kv: ChunkKV, at_pace: Callable[[Callable[[], LayerKV]], LayerKV]) -> None:
+    def __init__(self, kv: ChunkKV, at_pace: Callable[[Callable[[], StoredLayer]], StoredLayer]) -> None:
         self._kv, self._at_pace = kv, at_pace
 
     @property
@@ -332,7 +332,10 @@ class _ThrottledKV:
         return self._kv.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        return self._at_pace(lambda: self._kv.layer(index))
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        return self._at_pace(lambda: self._kv.stored_layer(index))
 
 
 class WholeStore(_Wrapped):

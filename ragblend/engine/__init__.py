@@ -14,6 +14,7 @@ from ragblend.errors import StoreMismatchError, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.eviction import Policy
     from ragblend.engine.protocols import Engine, KVStore
+    from ragblend.engine.quantize import KvDtype
     from ragblend.engine.store import TieredStore
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.vllm_client import VllmClient
@@ -31,6 +32,7 @@ class StoreOptions(TypedDict, total=False):
     remote_timeout_s: float
     eviction: Policy
     quota_gib: float | Mapping[str, float]
+    kv_dtype: KvDtype
 
 
 def open_store(
@@ -42,6 +44,7 @@ def open_store(
     remote_timeout_s: float = 5.0,
     eviction: Policy = "lru",
     quota_gib: float | Mapping[str, float] = 0.0,
+    kv_dtype: KvDtype = "auto",
     create: bool = True,
     fsync: bool = True,
 ) -> TieredStore:
@@ -50,9 +53,10 @@ def open_store(
     `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier out, `disk_gib` limits
     it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
     `remote_timeout_s` at most. `eviction`: "lru", or "gdsf" for what saves the most prefill per byte. `quota_gib`:
-    what each namespace may hold in each local tier, or by namespace (0: no limit). Raises NotFoundError when `path`
-    does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet. `fsync`
-    False is for a disk tier whose entries may go missing in a power cut.
+    what each namespace may hold in each local tier, or by namespace (0: no limit). `kv_dtype`: how new KV is stored,
+    "auto" as computed, "int8" or "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when
+    `path` does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
+    `fsync` False is for a disk tier whose entries may go missing in a power cut.
     """
     from ragblend.engine.disk import DiskStore
     from ragblend.engine.remote import open_remote
@@ -70,7 +74,7 @@ def open_store(
             memory.pin(document, keys)
     if remote is not None:
         tiers.append(open_remote(remote, timeout_s=remote_timeout_s))
-    return TieredStore(*tiers)
+    return TieredStore(*tiers, kv_dtype=kv_dtype)
 
 
 def _quotas(quota_gib: float | Mapping[str, float]) -> int | dict[str, int] | None:
@@ -142,7 +146,7 @@ def load_engine(
     """A model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
-    `tiers` are the budgets, remote, eviction and quotas of `open_store`; a KVStore that is passed has its own.
+    `tiers` are the budgets, remote, eviction, quotas and dtype of `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
 
@@ -184,6 +188,8 @@ def load_engine(
         kv_store: KVStore = open_store(store, **tiers)
     elif tiers.get("remote") is not None:
         raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
+    elif tiers.get("kv_dtype", "auto") != "auto":
+        raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={tiers['kv_dtype']!r})")
     else:
         kv_store = store
     loaded = load_model(model, dtype, device, trust_remote_code)

@@ -2,9 +2,10 @@
 
 A file's metadata is one JSON string (safetensors writes several keys in random order, one is deterministic). Its
 first field is the xxh3_128 of length prefix and header, taken with that field's own digits zeroed, so it sits at a
-fixed offset and is checked before anything is parsed; every later format version keeps this rule. Each layer's keys
-and values lie side by side under one checksum. Token ids are plain JSON numbers: about as many bytes as base64 for
-five-digit ids, and `jq` shows them.
+fixed offset and is checked before anything is parsed; every later format version keeps this rule. Each layer's
+tensors lie side by side under one checksum: keys and values as computed (format version 1), or scales, first tokens
+and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers: about as many bytes as
+base64 for five-digit ids, and `jq` shows them.
 
 Works on headers, tensors and one file, or the bytes of one, at a time. Knows nothing about directories, eviction,
 models or prompts.
@@ -26,13 +27,31 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from ragblend.engine.kv import DTYPES, LAYOUT_VERSION, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.kv import (
+    LAYOUT_VERSION,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    StoredLayer,
+    TensorSpec,
+    restored,
+    tensor_specs,
+)
+from ragblend.engine.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.errors import DamagedEntryError
 
 FORMAT_VERSION = 1
 """Version of how an entry is written; LAYOUT_VERSION says what its tensors mean."""
+QUANTIZED_FORMAT_VERSION = 2
+"""The same of an entry in eight bits. One as computed is written as ever, for readers that know no other."""
 
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 _OPENING = b'{"__metadata__":{"ragblend":"{\\"header_xxh3_128\\":\\"'
 _DIGITS = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -60,7 +79,7 @@ def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int) -> None:
     stream.seek(data_offset)
     checksums = []
     for layer in kv.layers:
-        data = (_tensor_bytes(layer.keys), _tensor_bytes(layer.values))
+        data = [_tensor_bytes(tensor) for tensor in layer]
         checksums.append(_checksum(*data))
         stream.writelines(data)
     stream.seek(0)
@@ -76,16 +95,17 @@ def encode_chunk(kv: MemoryKV) -> bytes:
     return stream.getvalue()
 
 
-def _encode_header(header: KVHeader, layers: Sequence[LayerKV], checksums: Sequence[str]) -> bytes:
+def _encode_header(header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str]) -> bytes:
     """Length prefix and header. Its length depends on shapes and facts, not on the checksums' digits."""
     facts = {
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION,
         "layout_version": header.layout_version,
         "key": header.key,
         "fingerprint": header.fingerprint,
         "namespace": header.namespace,
         "dtype": header.dtype,
+        **({} if header.is_lossless else {"kv_dtype": header.kv_dtype}),
         "num_layers": header.num_layers,
         "prefix_ids": [int(token) for token in header.prefix_ids],
         "token_ids": [int(token) for token in header.token_ids],
@@ -94,11 +114,12 @@ def _encode_header(header: KVHeader, layers: Sequence[LayerKV], checksums: Seque
     table: dict[str, Any] = {"__metadata__": {"ragblend": json.dumps(facts, separators=(",", ":"))}}
     end = 0
     for index, layer in enumerate(layers):
-        for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        *_, keys, values = layer
+        for spec, tensor in zip(tensor_specs(header, keys.shape, values.shape), layer, strict=True):
             start, end = end, end + tensor.nbytes
-            table[f"layer.{index:03d}.{name}"] = {
-                "dtype": _SAFETENSORS_DTYPES[header.dtype],
-                "shape": list(tensor.shape),
+            table[f"layer.{index:03d}.{spec.name}"] = {
+                "dtype": _SAFETENSORS_DTYPES[spec.dtype],
+                "shape": list(spec.shape),
                 "data_offsets": [start, end],
             }
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -129,8 +150,7 @@ class _Span(NamedTuple):
 
     offset: int
     nbytes: int
-    keys_shape: tuple[int, int, int]
-    values_shape: tuple[int, int, int]
+    tensors: tuple[TensorSpec, ...]
     checksum: str
 
 
@@ -146,10 +166,11 @@ def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span,
         table = json.loads(raw[8:])
         facts = json.loads(table.pop("__metadata__")["ragblend"])
         versions = (facts["format_version"], facts["layout_version"])
-        if versions != (FORMAT_VERSION, LAYOUT_VERSION):
-            raise MismatchError(
-                f"format and layout versions {versions}, this ragblend reads {(FORMAT_VERSION, LAYOUT_VERSION)}"
-            )
+        known = [(version, LAYOUT_VERSION) for version in (FORMAT_VERSION, QUANTIZED_FORMAT_VERSION)]
+        kv_dtype = facts.get("kv_dtype")
+        if versions not in known or kv_dtype not in (None, *CODE_DTYPES):
+            found = f"{versions}{f' with {kv_dtype}' if kv_dtype else ''}"
+            raise MismatchError(f"format and layout versions {found}, this ragblend reads {known}")
         header = KVHeader(
             key=facts["key"],
             fingerprint=facts["fingerprint"],
@@ -159,9 +180,10 @@ def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span,
             dtype=facts["dtype"],
             namespace=facts["namespace"],
             layout_version=facts["layout_version"],
+            kv_dtype=kv_dtype,
         )
         spans = _layer_spans(header, table, facts["layers_xxh3_128"], start=len(raw))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UnreadableError(f"the header does not describe an entry: {error!r}") from error
     end = spans[-1].offset + spans[-1].nbytes if spans else len(raw)
     if end != file_nbytes:
@@ -170,22 +192,21 @@ def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span,
 
 
 def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int) -> tuple[_Span, ...]:
-    """Position of every layer; ValueError unless the tensors follow each other without a gap, and all are [H, T, D]."""
-    if len(table) != 2 * header.num_layers or len(checksums) != header.num_layers:
-        raise ValueError(f"{len(table)} tensors and {len(checksums)} checksums for {header.num_layers} layers")
-    spans, end = [], 0
-    num_tokens, itemsize = header.num_tokens, DTYPES[header.dtype].itemsize
+    """Position of every layer; ValueError unless the tensors follow each other without a gap, of the right shapes."""
+    spans, end, num_tensors = [], 0, 0
     for index, checksum in enumerate(checksums):
-        layer_start, shapes = end, []
-        for name in ("keys", "values"):
-            tensor = table[f"layer.{index:03d}.{name}"]
-            heads, tokens, dim = tensor["shape"]
-            nbytes = heads * tokens * dim * itemsize
-            if tensor["data_offsets"] != [end, end + nbytes] or tokens != num_tokens or nbytes < 0:
-                raise ValueError(f"layer {index} {name} at {tensor['data_offsets']}, shape {tensor['shape']}")
+        layer_start, layer = end, f"layer.{index:03d}"
+        specs = tensor_specs(header, *(table[f"{layer}.{name}"]["shape"] for name in ("keys", "values")))
+        for name, dtype, shape in specs:
+            tensor = table[f"{layer}.{name}"]
+            nbytes = math.prod(shape) * dtype.itemsize
+            if tensor["data_offsets"] != [end, end + nbytes] or tuple(tensor["shape"]) != shape or min(shape) < 0:
+                raise ValueError(f"{layer}.{name} at {tensor['data_offsets']}, shape {tensor['shape']}")
             end += nbytes
-            shapes.append((heads, tokens, dim))
-        spans.append(_Span(start + layer_start, end - layer_start, shapes[0], shapes[1], checksum))
+        num_tensors += len(specs)
+        spans.append(_Span(start + layer_start, end - layer_start, specs, checksum))
+    if len(checksums) != header.num_layers or len(table) != num_tensors:
+        raise ValueError(f"{len(table)} tensors and {len(checksums)} checksums for {header.num_layers} layers")
     return tuple(spans)
 
 
@@ -260,9 +281,8 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
     return bytes(prefix + text), size
 
 
-def _read_layer(source: _Source, header: KVHeader, span: _Span, index: int) -> LayerKV:
-    """One layer, verified, in memory of its own."""
-    num_keys = math.prod(span.keys_shape)
+def _read_layer(source: _Source, header: KVHeader, span: _Span, index: int) -> StoredLayer:
+    """One layer as it is stored, verified, in memory of its own."""
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
     with torch.inference_mode(False):
         buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
@@ -270,8 +290,11 @@ def _read_layer(source: _Source, header: KVHeader, span: _Span, index: int) -> L
         source.read(data, span.offset)
         if xxh3_128_hexdigest(data) != span.checksum:
             raise UnreadableError(f"layer {index} does not match its checksum")
-        flat = buffer.view(DTYPES[header.dtype])
-        return LayerKV(flat[:num_keys].view(span.keys_shape), flat[num_keys:].view(span.values_shape))
+        tensors, end = [], 0
+        for _, dtype, shape in span.tensors:  # the widest dtypes come first, so that each starts aligned
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            tensors.append(buffer[start:end].view(dtype).view(shape))
+        return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
 
 
 def decode_chunk(data: bytes, key: str) -> MemoryKV:
@@ -309,7 +332,11 @@ class DiskKV:
         return sum(span.nbytes for span in self._spans)
 
     def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, [H, T, D] each, on the CPU. Read-only by contract: they share one buffer.
+        """Keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, on the CPU. Read-only by contract: its tensors share one buffer.
 
         Raises DamagedEntryError when its bytes fail their checksum, or the file is gone and was not kept open.
         """
@@ -345,5 +372,5 @@ class DiskKV:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file
 
-    def _read(self, file: OpenFile, index: int) -> LayerKV:
+    def _read(self, file: OpenFile, index: int) -> StoredLayer:
         return _read_layer(file, self.header, self._spans[index], index)

@@ -13,43 +13,37 @@ prompts or other tiers.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import platform
 import re
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
+from ragblend.engine.directory import Directory, unlink
 from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
 from ragblend.engine.profile import PROFILES_DIR, Profile
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.sizes import format_bytes
-from ragblend.errors import NotFoundError, RagblendError, StoreFullError, StoreNotWritableError, UsageError
+from ragblend.errors import NotFoundError, StoreFullError, UsageError
 
 log = logging.getLogger(__name__)
 
-ENTRY_SUFFIX, DAMAGED_SUFFIX, TEMP_SUFFIX = ".safetensors", ".damaged", ".tmp"
+ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 MODELS_DIR, PINS_DIR = "models", "pins"
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
-TEMP_MAX_AGE_S = 3600.0
 RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look again at what others wrote
 
 _NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
-# Temp files name their host: a process id says nothing about a writer on another machine of a shared file system.
-_HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 
 
 class StoreEntry(NamedTuple):
@@ -113,7 +107,6 @@ class DiskStore:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
-        self._fsync = fsync
         self._counters = StoreCounters()
         self._quotas = Quotas(quotas)
         self._ranking = Ranking(policy)
@@ -125,10 +118,7 @@ class DiskStore:
         self._room_lock = threading.Lock()
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
-        try:
-            self._make_directory(self.root)
-        except OSError as error:
-            raise self._write_error(error, self.root, 0) from error
+        self._directory = Directory(self.root, fsync=fsync)
 
     @property
     def counters(self) -> StoreCounters:
@@ -175,9 +165,10 @@ class DiskStore:
         path = self._path(kv.header.key)
         held = in_memory(kv)
         data_offset = header_nbytes(held)
-        with self._room_for(held.header, data_offset + held.nbytes):
-            self._replace(path, data_offset + held.nbytes, lambda stream: write_chunk(stream, held, data_offset))
-        _unlink(path.with_suffix(DAMAGED_SUFFIX))
+        nbytes = data_offset + held.nbytes
+        with self._room_for(held.header, nbytes):
+            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset))
+        unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._note_use(held.header, held.nbytes)
         self._count(num_puts=1)
 
@@ -199,7 +190,7 @@ class DiskStore:
             path = self._path(key)
         except UsageError:
             return False
-        removed = [_unlink(path), _unlink(path.with_suffix(DAMAGED_SUFFIX))]
+        removed = [unlink(path), unlink(path.with_suffix(DAMAGED_SUFFIX))]
         return any(removed)
 
     def keys(self) -> Iterator[str]:
@@ -256,7 +247,7 @@ class DiskStore:
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
-        return sum(_unlink(path) for path, _ in self._leftovers())
+        return sum(unlink(path) for path, _ in self._directory.leftovers())
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -268,7 +259,7 @@ class DiskStore:
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
-        leftovers, quarantined = list(self._leftovers()), list(self._stats(DAMAGED_SUFFIX))
+        leftovers, quarantined = list(self._directory.leftovers()), list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
         pinned = self.pinned_keys()
         kept_bytes = sum(stat.st_size for _, stat in entries)
@@ -284,7 +275,7 @@ class DiskStore:
         doomed = leftovers + quarantined + evicted
         if not dry_run:
             for path, _ in doomed:
-                _unlink(path)
+                unlink(path)
             self._count(num_evicted=len(evicted))
         freed_bytes = sum(stat.st_size for _, stat in doomed)
         keys = tuple(path.stem for path, _ in evicted)
@@ -296,7 +287,7 @@ class DiskStore:
         Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
         """
         data = json.dumps({"document": document, "keys": sorted(set(keys))}, indent=1).encode() + b"\n"
-        self._replace(self._pin_path(document), len(data), lambda stream: stream.write(data))
+        self._directory.replace(self._pin_path(document), len(data), lambda stream: stream.write(data))
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
@@ -306,7 +297,7 @@ class DiskStore:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._write_error(error, path, 0) from error
+            raise self._directory.write_error(error, path) from error
         return True
 
     def pins(self) -> dict[str, tuple[str, ...]]:
@@ -333,7 +324,7 @@ class DiskStore:
         with suppress(OSError):
             if path.read_bytes() == data:
                 return
-        self._replace(path, len(data), lambda stream: stream.write(data))
+        self._directory.replace(path, len(data), lambda stream: stream.write(data))
 
     def models(self) -> dict[str, dict[str, Any]]:
         """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
@@ -349,7 +340,7 @@ class DiskStore:
         """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
         path = self.root / PROFILES_DIR / profile.filename
         data = json.dumps(profile.as_dict(), indent=1).encode() + b"\n"
-        self._replace(path, len(data), lambda stream: stream.write(data))
+        self._directory.replace(path, len(data), lambda stream: stream.write(data))
         return path
 
     @contextmanager
@@ -391,7 +382,7 @@ class DiskStore:
                 "unpin a document (ragblend unpin DOC), or raise disk_gib or quota_gib"
             )
         for entry in leaving:
-            if _unlink(self._path(entry.key)):
+            if unlink(self._path(entry.key)):
                 self._count(num_evicted=1)
             with self._lock:
                 self._ranking.evicted(entry.key)
@@ -403,7 +394,7 @@ class DiskStore:
         damaged = list(self._stats(DAMAGED_SUFFIX))
         if limit is None:
             return sum(stat.st_size for _, stat in damaged)
-        return sum(stat.st_size for path, stat in damaged if not _unlink(path))
+        return sum(stat.st_size for path, stat in damaged if not unlink(path))
 
     def _in_eviction_order(self, skip: str) -> list[Candidate]:
         """Every entry but `skip`, the first to leave first."""
@@ -465,13 +456,6 @@ class DiskStore:
             with suppress(FileNotFoundError):  # deleted or quarantined meanwhile
                 yield path, path.stat()
 
-    def _leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in sorted(self.root.glob(f"*/.*{TEMP_SUFFIX}")):
-            with suppress(FileNotFoundError):
-                stat = path.stat()
-                if time.time() - stat.st_mtime > TEMP_MAX_AGE_S or _writer_is_dead(path.name):
-                    yield path, stat
-
     def _check(self, path: Path) -> str | None:
         """Why this file is not an intact entry of its name; "" when it is, None when it is gone."""
         file = None
@@ -503,42 +487,6 @@ class DiskStore:
             outcome = f"not moved aside: {error}"
         log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
 
-    def _replace(self, path: Path, nbytes: int, write: Callable[[BinaryIO], Any]) -> None:
-        """Put a file in place in one step: whoever looks sees the old one or the whole new one, also after a crash."""
-        temp = path.with_name(f".{path.stem}.{_HOST}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
-        try:
-            self._make_directory(path.parent)
-            with temp.open("xb") as stream:
-                write(stream)
-                stream.flush()
-                if self._fsync:
-                    os.fsync(stream.fileno())
-            temp.replace(path)
-            if self._fsync:
-                _fsync_directory(path.parent)
-        except BaseException as error:
-            _unlink(temp)
-            if isinstance(error, OSError):
-                raise self._write_error(error, path, nbytes) from error
-            raise
-
-    def _make_directory(self, path: Path) -> None:
-        if not path.is_dir():
-            path.mkdir(parents=True, exist_ok=True)
-            if self._fsync:
-                _fsync_directory(path.parent)
-
-    def _write_error(self, error: OSError, path: Path, nbytes: int) -> RagblendError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return StoreFullError(
-                f"{path} needs {nbytes} bytes, {_free_bytes(self.root)} are free there ({error.strerror}). "
-                f"Make room: ragblend gc --store {self.root}, or choose a store on a larger disk"
-            )
-        return StoreNotWritableError(
-            f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {self.root}, "
-            f"or choose another place with --store DIR"
-        )
-
     def _count(self, **steps: int) -> None:
         with self._lock:
             for name, step in steps.items():
@@ -549,39 +497,3 @@ def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a file of a store; use ragblend.engine.keys.chunk_key or fingerprint")
     return name
-
-
-def _unlink(path: Path) -> bool:
-    with suppress(OSError):
-        path.unlink()
-        return True
-    return False
-
-
-def _writer_is_dead(temp_name: str) -> bool:
-    """Whether the process of this host that a temp file is named after no longer runs."""
-    parts = temp_name.split(".")  # "", key, host, pid, random, "tmp"
-    if len(parts) != 6 or parts[2] != _HOST or not parts[3].isdigit():
-        return False
-    try:
-        os.kill(int(parts[3]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return 0

@@ -24,7 +24,11 @@ _T = TypeVar("_T")
 
 
 class Placement(NamedTuple):
-    """Stored KV and the prompt position it is placed at. `exact`: it was computed behind precisely these tokens."""
+    """Stored KV and the prompt position it is placed at. `exact`: it was computed behind precisely these tokens.
+
+    What is exact is not recomputed. KV in eight bits, which rounding moved a little, is at ratio 1, so that ratio 1 is
+    full prefill from any store.
+    """
 
     kv: ChunkKV
     start: int
@@ -237,8 +241,10 @@ def _candidates(plan: FusePlan) -> _Known:
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
+    recomputes_all = plan.checks[-1].ratio >= 1
     for placement in plan.placements:
-        is_candidate[placement.start : placement.end] = not placement.exact
+        stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
+        is_candidate[placement.start : placement.end] = not stays
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer

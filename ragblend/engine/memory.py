@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
-from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, in_memory
+from ragblend.engine.kv import ChunkKV, MemoryKV, StoredLayer, in_memory
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -36,6 +36,7 @@ class MemoryStore:
     `policy`: "lru" evicts the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`).
     `quotas`: bytes each namespace may hold; one that has too many evicts its own. Pinned entries stay.
 
+    KV in eight bits is held in eight bits, so that the budget goes further; who reads a layer gets it made anew.
     Tensors are shared with whoever put or got them and are read-only for everybody. An in-place torch operation on
     one is noticed at the next `get`: the entry is dropped with a warning, as a miss, never an answer.
     """
@@ -181,19 +182,19 @@ class MemoryStore:
         return True
 
 
-def _own(layer: LayerKV) -> LayerKV:
+def _own(layer: StoredLayer) -> StoredLayer:
     """The layer in CPU memory that holds nothing else: a slice would keep the whole it was cut from alive."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer
     with torch.inference_mode(False):  # an inference tensor does not count in-place writes; its clone here does
-        return LayerKV(*(tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in layer))
+        return type(layer)(*(tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in layer))
 
 
 def _needs_copy(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
 
 
-def versions(layers: Sequence[LayerKV]) -> tuple[int, ...]:
+def versions(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
     """How often torch wrote into each tensor, views of it included; 0 for inference tensors, which do not count."""
     return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

@@ -18,7 +18,11 @@ RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what wa
 
 @dataclass(slots=True)
 class ChunkReport:
-    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV needs no recompute at all."""
+    """One chunk of the prompt. `prefix_match` is None for a miss; `exact` means its KV is what full prefill computes.
+
+    `kv_dtype`: how its KV is stored, "int8", "fp8" or the dtype it was computed in; None where none was used. A chunk
+    in eight bits is not exact even behind its own prefix, but below ratio 1 it is not recomputed there either.
+    """
 
     source: str
     num_tokens: int
@@ -27,6 +31,7 @@ class ChunkReport:
     exact: bool = False
     num_recomputed_tokens: int = 0
     behind_neighbour: bool = False  # its KV was computed behind the chunk before it, not alone
+    kv_dtype: str | None = None
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ from time import monotonic
 from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, in_memory
+from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored, stored_as
 from ragblend.engine.memory import MemoryStore, versions
 from ragblend.engine.protocols import KVStore, StoreCounters
+from ragblend.engine.quantize import check_kv_dtype
 from ragblend.engine.sizes import format_bytes, parse_bytes
 from ragblend.engine.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
@@ -40,6 +41,7 @@ class FetchesAhead(Protocol):
     """A tier whose entries come from far: it can start fetching several before they are asked for."""
 
     def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+    def delete(self, key: str) -> bool: ...
 
 
 def fetches_ahead(store: KVStore) -> TypeGuard[FetchesAhead]:
@@ -77,12 +79,16 @@ class TieredStore:
     `get` asks from the top. An entry found further down moves up once all its layers have been read and verified: at
     once into memory, in the background into any other tier. Readers of one entry share what one of them has read.
     `put` writes through to every tier. `close` drains background work within a time limit; the store stays usable.
+
+    `kv_dtype`: how what is put is stored, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). It says
+    nothing about reading: a store may hold all of them, and each entry says what it is.
     """
 
-    def __init__(self, *tiers: KVStore) -> None:
+    def __init__(self, *tiers: KVStore, kv_dtype: str = "auto") -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self.tiers = tiers
+        self.kv_dtype = check_kv_dtype(kv_dtype)
         # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
         touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
         self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
@@ -217,12 +223,12 @@ class TieredStore:
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Write to every tier; one too large for a memory tier, or pinned out of it, is left out there.
+        """Write to every tier, in the store's dtype; one too large for a memory tier is left out there, or pinned out.
 
         A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
         tiers were tried.
         """
-        held = in_memory(kv)
+        held = stored_as(in_memory(kv), self.kv_dtype)
         failure: RagblendError | None = None
         for tier in self.tiers:
             if not _fits(tier, held):
@@ -236,6 +242,16 @@ class TieredStore:
             raise failure
         with self._lock:
             self._num_puts += 1
+
+    def replace(self, kv: ChunkKV) -> None:
+        """`put` over an entry whose KV is the same and stored in another dtype: a remote tier keeps what it has else.
+
+        Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
+        """
+        for tier in self.tiers:
+            if isinstance(tier, FetchesAhead):
+                tier.delete(kv.header.key)
+        self.put(kv)
 
     def delete(self, key: str) -> bool:
         """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
@@ -312,6 +328,11 @@ class TieredStore:
         return done
 
 
+def kv_dtype_of(store: KVStore) -> str:
+    """How `store` stores what is put: "auto" as computed, "int8" or "fp8"."""
+    return store.kv_dtype if isinstance(store, TieredStore) else "auto"
+
+
 def _fits(tier: KVStore, kv: ChunkKV) -> bool:
     return not isinstance(tier, MemoryStore) or tier.fits(kv)
 
@@ -321,7 +342,7 @@ class _PromotingKV:
 
     def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
         self._source, self._tier, self._promote = source, tier, promote
-        self._read: dict[int, tuple[LayerKV, tuple[int, ...]]] = {}  # with the write counters it came with
+        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # with the write counters it came with
         self._promoted = False
         self._lock = threading.Lock()
         self.is_good = True  # false once a layer was damaged, or the entry deleted
@@ -336,13 +357,17 @@ class _PromotingKV:
         return self._source.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        """Keys and values of one layer, [H, T, D] each, read and verified by the slower tier."""
+        """Keys and values of one layer, [H, T, D] each."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, read and verified by the slower tier."""
         with self._lock:  # a second reader of the layer waits for the first, and takes what it read
             known = self._read.get(index)
             if known is not None and versions([known[0]]) == known[1]:
                 return known[0]
             try:
-                layer = self._source.layer(index)
+                layer = self._source.stored_layer(index)
             except RagblendError:
                 self.is_good = False
                 raise

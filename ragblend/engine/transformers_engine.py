@@ -29,10 +29,11 @@ from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, pre
 from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name
+from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_root
 from ragblend.engine.protocols import KVStore
+from ragblend.engine.quantize import stored_bytes_per_token
 from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.selection import (
     RULES,
@@ -46,7 +47,7 @@ from ragblend.engine.selection import (
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.shadow import Shadow, compare_with_full
-from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead
+from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead, kv_dtype_of
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
 from ragblend.segments import Chunk, Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -111,9 +112,12 @@ class TransformersEngine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of stored KV per chunk token, all layers."""
-        item = self.layers.like.element_size()
-        return sum(heads * (keys + values) * item for heads, keys, values in self.layers.kv_shapes)
+        """Bytes of stored KV per token of a long chunk, all layers."""
+        item, kv_dtype = self.layers.like.element_size(), kv_dtype_of(self.store)
+        return sum(
+            stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
+            for heads, keys, values in self.layers.kv_shapes
+        )
 
     # -- ingestion
 
@@ -181,7 +185,8 @@ class TransformersEngine:
             )
         with self._lock:
             context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
-            return prefill_chunks(self.layers, context, headers)
+            found = prefill_chunks(self.layers, context, headers)
+        return [stored_as(kv, kv_dtype_of(self.store)) for kv in found]
 
     # -- answering
 
@@ -386,7 +391,7 @@ class TransformersEngine:
         """KV of the default prefix and a chunk behind it: where that chunk is stored, exact and nearly for nothing."""
         prefix_ids = self.default_prefix_ids
         kv = self.store.get(self._key(prefix_ids, neighbour), neighbour)
-        if kv is None:
+        if kv is None or not kv.header.is_lossless:
             return self._prefix(prefix_ids + neighbour)
         prefix = self._prefix(prefix_ids)
         fused = FusedKV.allocate(self.layers.kv_shapes, prefix.length + len(neighbour), self.layers.like)
@@ -409,7 +414,7 @@ class TransformersEngine:
                     continue
                 key = self._key(context.token_ids, segment.token_ids)
                 kv = self.store.get(key, segment.token_ids) if key not in damaged else None
-                if kv is not None:
+                if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     found[segment.start] = (Placement(kv, segment.start, context.exact), context)
                     break
         return found
@@ -482,9 +487,10 @@ class TransformersEngine:
                     segment.num_tokens,
                     hit=hit is not None or resident,
                     prefix_match=hit[1].match if hit else "exact" if resident else None,
-                    exact=hit[0].exact if hit else resident,
+                    exact=hit[0].exact and hit[0].kv.header.is_lossless if hit else resident,
                     behind_neighbour=hit is not None and hit[1].has_neighbour,
                     num_recomputed_tokens=inside,
+                    kv_dtype=hit[0].kv.header.stored_dtype if hit else None,
                 )
             )
         total = plan.num_chunk_tokens + num_computed

@@ -437,5 +437,8 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
         for chunk, match in zip(report.chunks, facts.prefix_match, strict=True):
             known: PrefixMatch | None = "exact" if match == "exact" else "approximate" if match else None
             chunk.hit, chunk.prefix_match = known is not None, known
+    if len(facts.kv_dtype) == len(report.chunks):
+        for chunk, kv_dtype in zip(report.chunks, facts.kv_dtype, strict=True):
+            chunk.kv_dtype = kv_dtype
     if facts.refused_reason:
         log.warning("the prompt was prefilled in full: %s", facts.refused_reason)

@@ -13,6 +13,7 @@ from typing import Any
 from ragblend.config import read_environment
 from ragblend.engine import open_store
 from ragblend.engine.eviction import Policy
+from ragblend.engine.quantize import KvDtype
 from ragblend.engine.remote import RemoteStore, open_remote
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.selection import find_rule
@@ -20,7 +21,7 @@ from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_params import check_ratio_choice
 from ragblend.errors import UsageError
 
-TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib")
+TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib", "kv_dtype")
 """Taken from `RAGBLEND_*` where `kv_connector_extra_config` leaves them out: a remote's URL may hold a password, and
 everybody on the machine can read a command line."""
 
@@ -36,6 +37,7 @@ class ConnectorConfig:
     remote_timeout_s: float = 5.0
     eviction: Policy = "lru"
     quota_gib: float | Mapping[str, float] = 0.0
+    kv_dtype: KvDtype = "auto"
     rule: str = "auto"  # for requests that name none, and those marked by separators
     ratio: RatioChoice = None  # for the same; None or "auto": what was calibrated, else the default
     namespace: str = ""  # for requests marked by separators
@@ -71,6 +73,7 @@ class ConnectorConfig:
             disk_gib=self.disk_gib,
             eviction=self.eviction,
             quota_gib=self.quota_gib,
+            kv_dtype=self.kv_dtype,
             fsync=fsync,
         )
 
@@ -81,4 +84,4 @@ class ConnectorConfig:
     def open_shared(self) -> TieredStore:
         """Disk and remote: what is stored for every process, as a client of this vLLM asks about it."""
         remote = self.open_remote()
-        return TieredStore(*self.open_local().tiers, *([remote] if remote is not None else []))
+        return TieredStore(*self.open_local().tiers, *([remote] if remote is not None else []), kv_dtype=self.kv_dtype)

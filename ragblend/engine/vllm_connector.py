@@ -423,9 +423,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
         store = self.config.open_local(memory=True)
         self._remote = self.config.open_remote() if layers.rank == 0 else None
+        self._through = store
         if self._remote is not None:
             self._remote.breaker = CircuitBreaker(threshold=1)  # writes wait for the next probe, instead of being spent
-        self._through = TieredStore(*store.tiers, self._remote) if self._remote is not None else store
+            self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
         self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self._through.put)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

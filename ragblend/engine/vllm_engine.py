@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from ragblend.engine.kv import DTYPES
+from ragblend.engine.store import kv_dtype_of
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import Checkpoint, environment, is_cuda, kv_memory_bytes
@@ -54,7 +56,10 @@ class VllmEngine(VllmBase):
         from ragblend.engine.vllm_connector import model_fingerprint
 
         fingerprint = model_fingerprint(engine.model_config)
-        facts = Facts(checkpoint.name, fingerprint, length, checkpoint.bytes_per_token, ends)
+        stored = checkpoint.bytes_per_token // (
+            1 if kv_dtype_of(self.store) == "auto" else DTYPES[checkpoint.dtype].itemsize
+        )
+        facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
         super().__init__(segmenter, facts, **options)
         self._loop = _Loop(engine)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ragblend.engine.attention import Queries, attend_rows
 from ragblend.engine.fusor import FusePlan, Placement, fuse, prefill_chunk
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, dtype_name
+from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dtype_name, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import Watch
 from ragblend.engine.selection import RULES, Check, probe_layers
@@ -485,8 +485,13 @@ class _HeadSlice:
         return self._source.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        """[h, T, D] each, contiguous."""
-        return LayerKV(*(tensor[self._heads].contiguous() for tensor in self._source.layer(index)))
+        """[h, T, D] each."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, contiguous; heads come first in each of its tensors."""
+        stored = self._source.stored_layer(index)
+        return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))
 
 
 def _joined(pieces: list[LayerKV]) -> LayerKV:

@@ -182,7 +182,7 @@ class BlendWorker:
             paged.place_all(placement)
         header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
-        whole = MemoryKV(kv.header, tuple(layers.all_heads(layer) for layer in kv.layers))
+        whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
         if layers.rank == 0:
             self._jobs[0].storing = self._writer.submit(self._write, whole)
@@ -313,6 +313,8 @@ def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
     spans = job.params.spans
     report.num_chunks, report.num_chunk_hits = len(spans), len(hits)
     report.prefix_match = [matches.get(start) for start, _ in spans]
+    kv_dtypes = {placement.start: placement.kv.header.stored_dtype for placement in plan.placements}
+    report.kv_dtype = [kv_dtypes.get(start) for start, _ in spans]
     num_computed = sum(end - start for start, end in spans if start not in hits)
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in result.rows_per_layer]

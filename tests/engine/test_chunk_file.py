@@ -17,12 +17,27 @@ import safetensors
 import torch
 from safetensors.torch import save
 
-from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
+from ragblend.engine import chunk_file
+from ragblend.engine.chunk_file import (
+    DiskKV,
+    MismatchError,
+    OpenFile,
+    UnreadableError,
+    decode_chunk,
+    encode_chunk,
+    header_nbytes,
+    write_chunk,
+)
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV, stored_as
+from ragblend.engine.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
 
 GOLDEN_SHA256 = "426ada46f056ce82c6886ed4ea4ff4d5bddb1a9deb19e72f640f09b311a863e2"
+GOLDEN_QUANTIZED_SHA256 = {
+    "int8": "54eb1df2d70474782f64eda484ad81b9b2df31e53c7986a1ba8d42326a59253c",
+    "fp8": "600b06be52105878dda5894d084c0ec95b472820a56e89f2b2852c6c04cead5b",
+}
 GOLDEN_KEY = "0" * 32
 
 
@@ -57,6 +72,27 @@ def golden_kv() -> MemoryKV:
     return MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), (7, 8, 128_000), 2, "float32", "büro"), layers)
 
 
+def golden_quantized_kv(kv_dtype: str) -> MemoryKV:
+    whole = torch.arange(2 * 20 * 4).view(2, 20, 4).bfloat16()
+    layers = tuple(LayerKV(whole + layer, -whole / 4 - layer) for layer in range(2))
+    kv = stored_as(MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), tuple(range(20)), 2, "bfloat16"), layers), kv_dtype)
+    assert not kv.header.is_lossless
+    return kv
+
+
+def finite_kv(
+    seed: int = 0, num_layers: int = 2, tokens: int = 9, dim: int = 8, dtype: str = "float32", kv_dtype: str = "auto"
+) -> MemoryKV:
+    """Numbers of a usual size, which can be stored in eight bits."""
+    kv = make_kv(seed, num_layers, 2, tokens, dim, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    layers = [
+        LayerKV(*(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in layer))
+        for layer in kv.layers
+    ]
+    return stored_as(MemoryKV(kv.header, tuple(layers)), kv_dtype)
+
+
 def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -65,11 +101,11 @@ def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
     assert got is not None
     assert got.header == expected.header
     assert got.nbytes == expected.nbytes
-    for index, (keys, values) in enumerate(expected.layers):
-        layer = got.layer(index)
-        assert layer.keys.shape == keys.shape
-        assert layer.values.dtype == values.dtype
-        assert (as_bytes(layer.keys), as_bytes(layer.values)) == (as_bytes(keys), as_bytes(values))
+    for index, wanted in enumerate(expected.layers):
+        for layer, same in ((got.stored_layer(index), wanted), (got.layer(index), expected.layer(index))):
+            assert type(layer) is type(same)
+            assert [(tensor.shape, tensor.dtype) for tensor in layer] == [(each.shape, each.dtype) for each in same]
+            assert list(map(as_bytes, layer)) == list(map(as_bytes, same))
 
 
 def run_threads(count: int, work: Callable[[int], object]) -> None:
@@ -114,6 +150,64 @@ def path(tmp_path: Path) -> Path:
 def test_format_version_1_is_stable(path: Path) -> None:
     written = write(path, golden_kv()).read_bytes()
     assert hashlib.sha256(written).hexdigest() == GOLDEN_SHA256
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_format_version_2_is_stable(path: Path, kv_dtype: str) -> None:
+    written = write(path, golden_quantized_kv(kv_dtype)).read_bytes()
+    assert hashlib.sha256(written).hexdigest() == GOLDEN_QUANTIZED_SHA256[kv_dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_a_reader_of_version_1_leaves_version_2_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    kv = golden_quantized_kv(kv_dtype)
+    write(path, kv)
+    monkeypatch.setattr(chunk_file, "QUANTIZED_FORMAT_VERSION", chunk_file.FORMAT_VERSION)
+    with pytest.raises(MismatchError, match=r"format and layout versions \(2, 1\)"):
+        read(path, kv)
+
+
+def test_codes_of_tomorrow_are_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = golden_quantized_kv("fp8")
+    write(path, kv)
+    monkeypatch.setattr(chunk_file, "CODE_DTYPES", {"int8": torch.int8})
+    with pytest.raises(MismatchError, match="with fp8, this ragblend reads"):
+        read(path, kv)
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "dim"), [(512, 64), (9, 8), (33, 3)])
+def test_eight_bits_come_back_as_they_were_stored(path: Path, dtype: str, kv_dtype: str, tokens: int, dim: int) -> None:
+    kv = finite_kv(tokens=tokens, dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+    assert kv.header.stored_dtype == kv_dtype
+    assert_same(read(write(path, kv), kv), kv)
+    assert_same(decode_chunk(encode_chunk(kv), kv.header.key), kv)
+    assert path.stat().st_size == header_nbytes(kv) + kv.nbytes
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_the_safetensors_library_reads_eight_bits(path: Path, kv_dtype: str) -> None:
+    kv = finite_kv(kv_dtype=kv_dtype)
+    write(path, kv)
+    with safetensors.safe_open(path, framework="pt") as opened:
+        last = kv.stored_layer(1)
+        names = ("keys.scales", "values.scales", "keys.first", "values.first", "keys", "values")
+        for name, tensor in zip(names, last, strict=True):
+            found = opened.get_tensor(f"layer.001.{name}")
+            assert (found.dtype, as_bytes(found)) == (tensor.dtype, as_bytes(tensor))
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_every_byte_of_a_version_2_file_is_under_a_checksum(path: Path, kv_dtype: str) -> None:
+    data = write(path, kv := golden_quantized_kv(kv_dtype)).read_bytes()
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(UnreadableError):
+            decode_chunk(bytes(damaged), kv.header.key)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,6 +23,7 @@ from test_chunk_file import as_bytes, assert_same, make_kv, run_threads, write
 
 from ragblend.engine import chunk_file, disk
 from ragblend.engine.chunk_file import DiskKV
+from ragblend.engine.directory import _HOST
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.kv import DTYPES, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreFullError, StoreNotWritableError, UsageError
@@ -399,8 +400,8 @@ def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = {
-        "alive": f".{kv.header.key}.{disk._HOST}.{os.getpid()}.00000000.tmp",
-        "dead": f".{kv.header.key}.{disk._HOST}.{dead.pid}.00000000.tmp",
+        "alive": f".{kv.header.key}.{_HOST}.{os.getpid()}.00000000.tmp",
+        "dead": f".{kv.header.key}.{_HOST}.{dead.pid}.00000000.tmp",
         "elsewhere": f".{kv.header.key}.00000000.{dead.pid}.00000000.tmp",
         "old": f".{kv.header.key}.00000000.1.11111111.tmp",
         "odd": ".tmp",

@@ -33,6 +33,8 @@ class LazyKV:
             raise DamagedEntryError(self.header.key, f"layer {index}")
         return layer()
 
+    stored_layer = layer
+
 
 def test_bytes_and_tokens_are_counted() -> None:
     kv = MemoryKV(HEADER, (layer(), layer()))

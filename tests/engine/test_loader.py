@@ -12,7 +12,7 @@ import torch
 
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.fusor import FusedKV, Placement
-from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.errors import DamagedEntryError
 
@@ -39,12 +39,15 @@ class SlowKV:
         self.reads: list[tuple[int, str]] = []
         self._kv, self._fail_at, self._delay_s = kv, fail_at, delay_s
 
-    def layer(self, index: int) -> LayerKV:
+    def stored_layer(self, index: int) -> StoredLayer:
         time.sleep(self._delay_s)
         self.reads.append((index, threading.current_thread().name))
         if index == self._fail_at:
             raise DamagedEntryError(self.header.key, "flipped")
-        return self._kv.layer(index)
+        return self._kv.stored_layer(index)
+
+    def layer(self, index: int) -> LayerKV:
+        return restored(self.stored_layer(index))
 
     def read_layers(self) -> list[int]:
         return [index for index, _ in self.reads]

