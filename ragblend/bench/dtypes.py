@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class DtypeRun:
     ttft_s: float | None = None  # lookup + load + fuse + first logits; from disk, page cache dropped
     ttft_min_s: float | None = None
     ttft_max_s: float | None = None
+    cpu_s: float | None = None  # processor time of the same, the loader's thread included: what a busy machine spares
     load_s: float | None = None
     stall_s: float | None = None
 
@@ -270,6 +271,7 @@ class _Timed:
 
     log_probs: Tensor
     ttft_s: list[float]
+    cpu_s: list[float]
     load_s: list[float]
     stall_s: list[float]
 
@@ -325,13 +327,14 @@ def _time_all(
             request = replace(full, mode=configuration.mode, rule=rule, ratio=configuration.ratio)
             for name, engine in engines.items():
                 drop_page_cache(directory.rglob("*.safetensors"))
-                start_s = perf_counter()
+                start_s, start_cpu_s = perf_counter(), process_time()
                 prefilled = engine.prefill(request)
                 log_probs = _log_probs(prefilled.logits)
-                elapsed_s = perf_counter() - start_s
-                taken = timed.setdefault((configuration, name), _Timed(log_probs, [], [], []))
+                elapsed_s, elapsed_cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
+                taken = timed.setdefault((configuration, name), _Timed(log_probs, [], [], [], []))
                 if repeat:
                     taken.ttft_s.append(elapsed_s)
+                    taken.cpu_s.append(elapsed_cpu_s)
                     taken.load_s.append(prefilled.report.load_s)
                     taken.stall_s.append(prefilled.report.stall_s)
     return timed
@@ -379,6 +382,7 @@ def _shape_runs(
                 ttft_s=statistics.median(taken.ttft_s),
                 ttft_min_s=min(taken.ttft_s),
                 ttft_max_s=max(taken.ttft_s),
+                cpu_s=statistics.median(taken.cpu_s),
                 load_s=statistics.median(taken.load_s),
                 stall_s=statistics.median(taken.stall_s),
             )
@@ -415,14 +419,15 @@ def _show(title: str, runs: Sequence[DtypeRun], echo: Callable[[str], None]) -> 
     echo(title)
     echo(
         f"{'mode':<7}{'rule':<13}{'computed':<10}{'stored':<7}{'B/token':>8}{'share':>7}{'TTFT s':>8}{'min':>8}"
-        f"{'load s':>8}{'stall':>7}{'KL':>10}{'increase':>10}{'floor':>9}{'to auto':>9}"
+        f"{'cpu s':>8}{'load s':>8}{'stall':>7}{'KL':>10}{'increase':>10}{'floor':>9}{'to auto':>9}"
         f"{'top-1':>7}{'same':>7}{'exact':>7}"
     )
     for run in runs:
         echo(
             f"{run.mode:<7}{run.rule:<13}{run.dtype:<10}{run.kv_dtype:<7}"
             f"{_cell(run.bytes_per_token, 8, 0)}{_cell(run.byte_share, 7)}"
-            f"{_cell(run.ttft_s, 8)}{_cell(run.ttft_min_s, 8)}{_cell(run.load_s, 8)}{_cell(run.stall_s, 7)}"
+            f"{_cell(run.ttft_s, 8)}{_cell(run.ttft_min_s, 8)}{_cell(run.cpu_s, 8)}{_cell(run.load_s, 8)}"
+            f"{_cell(run.stall_s, 7)}"
             f"{run.first_token_kl:>10.2e}{run.kl_increase:>10.1e}{_cell(run.noise_floor, 9, kind='e')}"
             f"{run.kl_to_as_computed:>9.1e}{_cell(run.top1_agreement, 7)}{_cell(run.same_answer, 7)}"
             f"{_cell(run.exact_match, 7)}"

@@ -51,6 +51,7 @@ def test_every_store_is_run_in_every_mode_and_dtype(result: Any) -> None:
     for run in runs:
         assert run["num_samples"] == 2
         assert 0 < run["ttft_min_s"] <= run["ttft_s"] <= run["ttft_max_s"]
+        assert run["cpu_s"] > 0
         assert run["load_s"] > 0, "read from disk, not left in memory"
     assert sum(" int8 " in line for line in lines) == 2 + 4, "a line per size and per run"
 
