@@ -169,6 +169,7 @@ def _plot_timeline(axes: Any, timeline: Mapping[str, Any]) -> None:
         rows = [layer + offset for layer in range(len(starts))]
         axes.barh(rows, widths, left=starts, height=0.4, color=colour, label=name)
     axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("layer")
