@@ -10,22 +10,34 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from ragblend.config import Settings, load_settings
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ragblend.engine.protocols import Engine
     from ragblend.index import ChunkIndex, SearchHit
 
 SCHEMA_VERSION = 1
+SAY_EVERY_S = 30.0  # between two lines of progress, where stderr is no terminal
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
@@ -321,13 +333,49 @@ def split_numbers(text: str) -> list[float]:
         raise UsageError(f"{text!r} is not a list of numbers; write them like 0,0.15,1") from error
 
 
+def split_counts(text: str) -> list[int]:
+    """The whole numbers in a comma-separated option."""
+    numbers = split_numbers(text)
+    if any(number % 1 for number in numbers):
+        raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
+    return [int(number) for number in numbers]
+
+
+class _RateColumn(ProgressColumn):
+    """How many are done per second."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+
+
+def progress_lines(say: Callable[[str], None], every_s: float = SAY_EVERY_S) -> Callable[[str, int, int | None], None]:
+    """A progress callback that says, now and then, how far a stage is, how fast it goes and how long it will take."""
+    starts: dict[str, tuple[float, int]] = {}  # when a stage was seen first, and how far it was
+    said_s = monotonic()
+
+    def tell(stage: str, done: int, total: int | None) -> None:
+        nonlocal said_s
+        now_s = monotonic()
+        start_s, first = starts.setdefault(stage, (now_s, done))
+        if now_s - said_s < every_s or done <= first or now_s == start_s:
+            return
+        said_s = now_s
+        rate = (done - first) / (now_s - start_s)
+        left = "" if total is None else f" of {total}, {(total - done) / rate:.0f} s left"
+        say(f"{stage}: {done}{left}, {rate:.3g}/s")
+
+    return tell
+
+
 @contextmanager
 def progress_bars() -> Iterator[Any]:
-    """A progress callback that draws bars on stderr, or does nothing where that is no terminal."""
+    """A progress callback that draws bars with rate and time left on stderr, or lines where that is no terminal."""
     if not err.is_terminal:
-        yield None
+        yield progress_lines(err.print)
         return
-    columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
+    )  # fmt: skip
     with Progress(*columns, console=err, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -75,43 +75,49 @@ def measure_machine(
     Medians; modes take turns, so that a machine that gets slower slows them alike. Raises UsageError for prompts
     beyond the model's context, BackendUnreachableError for a remote that does not take or give the chunks.
     """
-    longest = _Work(engine, effort, effort.num_chunks)
-    engine_ids = longest.prompt.num_tokens
-    if engine_ids >= engine.context_length:
+    works = {count: _Work(engine, effort, count) for count in effort.lengths}
+    longest = works[effort.num_chunks]
+    num_tokens = longest.prompt.num_tokens
+    if num_tokens >= engine.context_length:
         raise UsageError(
-            f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {engine_ids}, {engine.name} "
+            f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {num_tokens}, {engine.name} "
             f"reads {engine.context_length}; choose fewer or shorter ones (--chunks, --chunk-tokens)"
         )
     tell(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
     longest.precompute()
     tell("timing full prefill and blending")
-    lengths = {count: _Work(engine, effort, count) for count in effort.lengths[:-1]} | {effort.num_chunks: longest}
-    longest.prefill_s("full")  # warm-up
-    longest.prefill_s("blend", DEFAULT_RATIO)
-    full: dict[int, list[float]] = {count: [] for count in lengths}
-    blend: dict[float, list[float]] = {ratio: [] for ratio in effort.ratios}
-    for _ in range(effort.repeats):
-        for count, work in lengths.items():
-            full[count].append(work.prefill_s("full"))
-        for ratio in effort.ratios:
-            blend[ratio].append(longest.prefill_s("blend", ratio))
-    full_s = {lengths[count].prompt.num_tokens: statistics.median(taken) for count, taken in full.items()}
-    tiers: dict[str, float] = {}
+    full_s, blend_s = _times(list(works.values()), effort)
+    speeds: dict[str, float] = {}
     if directory is not None:
         tell(f"reading from the disk of {directory}")
-        tiers["disk"] = _median(lambda: disk_speed(directory, longest.stored), effort.repeats)
+        speeds["disk"] = statistics.median(disk_speed(directory, longest.stored) for _ in range(effort.repeats))
     if remote is not None:
         tell(f"reading from {remote.values.url}")
-        tiers["remote"] = remote_speed(remote, longest.stored)
+        speeds["remote"] = remote_speed(remote, longest.stored)
     return MachineProfile(
         fingerprint=engine.fingerprint,
         hardware=machine_facts(engine.layers.device),
         num_layers=engine.layers.num_layers,
         bytes_per_token=engine.bytes_per_token,
-        prefill_s=tuple((float(tokens), seconds) for tokens, seconds in full_s.items()),
-        shares=tuple((ratio, statistics.median(taken) / full_s[engine_ids]) for ratio, taken in blend.items()),
-        bytes_per_s=tiers,
+        prefill_s=tuple(full_s.items()),
+        shares=tuple((ratio, seconds / full_s[num_tokens]) for ratio, seconds in blend_s.items()),
+        bytes_per_s=speeds,
     )
+
+
+def _times(works: Sequence[_Work], effort: Effort) -> tuple[dict[float, float], dict[float, float]]:
+    """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
+    longest = works[-1]
+    longest.prefill_s("full")  # warm-up
+    longest.prefill_s("blend", DEFAULT_RATIO)
+    full: dict[float, list[float]] = {work.prompt.num_tokens: [] for work in works}
+    blend: dict[float, list[float]] = {ratio: [] for ratio in effort.ratios}
+    for _ in range(effort.repeats):
+        for work in works:
+            full[work.prompt.num_tokens].append(work.prefill_s("full"))
+        for ratio in effort.ratios:
+            blend[ratio].append(longest.prefill_s("blend", ratio))
+    return _medians(full), _medians(blend)
 
 
 class _Work:
@@ -235,8 +241,8 @@ def find_profile(settings: Settings) -> MachineProfile:
     return found
 
 
-def _median(measure: Callable[[], float], repeats: int) -> float:
-    return statistics.median(measure() for _ in range(repeats))
+def _medians(samples: dict[float, list[float]]) -> dict[float, float]:
+    return {key: statistics.median(taken) for key, taken in samples.items()}
 
 
 def _ids(draw: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:

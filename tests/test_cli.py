@@ -428,3 +428,32 @@ def test_import_ragblend_loads_nothing_heavy():
     script = f"import sys, ragblend, ragblend.cli; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_left(monkeypatch):
+    from ragblend import cli_support
+
+    clock, said = [0.0], []
+    monkeypatch.setattr(cli_support, "monotonic", lambda: clock[0])
+    tell = cli_support.progress_lines(said.append, every_s=10.0)
+    tell("prefill", 0, 100)
+    for done in range(1, 51):
+        clock[0] += 1.0
+        tell("prefill", done, 100)
+    assert said[0] == "prefill: 10 of 100, 90 s left, 1/s"
+    assert len(said) == 5
+    clock[0] += 10
+    tell("read", 3, None)
+    clock[0] += 10
+    tell("read", 8, None)
+    assert said[5:] == ["read: 8, 0.5/s"]
+
+
+def test_lists_of_counts():
+    from ragblend.cli_support import split_counts
+    from ragblend.errors import UsageError
+
+    assert split_counts("3, 6,12") == [3, 6, 12]
+    for wrong in ("3.5", "a"):
+        with pytest.raises(UsageError):
+            split_counts(wrong)

@@ -239,7 +239,7 @@ def test_ingesting_again_in_another_dtype_keeps_what_is_stored_and_says_so(chunk
             precompute_chunks(chunks, engine)
         before = stored_dtypes(place)
         with load_engine("demo", place, kv_dtype=second) as engine:
-            monkeypatch.setattr(engine, "precompute", lambda chunk: pytest.fail("prefilled a known chunk"))
+            monkeypatch.setattr(engine, "_prefill_chunks", lambda *_: pytest.fail("prefilled a known chunk"))
             report = precompute_chunks(chunks, engine, say=lines.append)
         assert stored_dtypes(place) == before
         assert (report.num_new_kv, report.num_rewritten_kv) == (0, 0)
@@ -251,10 +251,10 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
     with load_engine("demo", tmp_path / "kv") as engine:
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
-        prefilled, original = [], engine.precompute
-        monkeypatch.setattr(engine, "precompute", lambda chunk: prefilled.append(chunk) or original(chunk))
+        prefilled, original, missing = [], engine._prefill_chunks, engine.segmenter.chunk_ids(chunks[-1])
+        monkeypatch.setattr(engine, "_prefill_chunks", lambda ids: prefilled.extend(ids) or original(ids))
         report = precompute_chunks(chunks, engine, rewrite=True)
-    assert prefilled == chunks[-1:], "only what was missing"
+    assert prefilled == [missing], "only what was missing"
     assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks) - 1, 1)
     assert stored_dtypes(tmp_path / "kv") == {"fp8"}
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:

@@ -8,6 +8,7 @@ second run prefills nothing, and what it takes is what knowing costs. Read `run_
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,12 +36,12 @@ KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
 
 @dataclass(frozen=True, slots=True)
 class IngestConfig:
-    """What to measure: `num_chunks` chunks in `turns` parts, each prefilled, then ingested; and `num_known` known."""
+    """What to measure: `num_chunks` chunks, prefilled and ingested in turns `repeats` times; `num_known` known ones."""
 
     shape: str = DEFAULT_SHAPE
-    num_chunks: int = 16
+    num_chunks: int = 8
     chunk_tokens: int = 512
-    turns: int = 4
+    repeats: int = 3
     num_known: int = 10_000  # 0 leaves that part out
     dtype: str = "float32"
     threads: int | None = 1
@@ -49,11 +50,9 @@ class IngestConfig:
     def __post_init__(self) -> None:
         find_shape(self.shape)
         find_dtype(self.dtype)
-        for name in ("chunk_tokens", "turns"):
+        for name in ("num_chunks", "chunk_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.num_chunks < self.turns:
-            raise UsageError(f"{self.num_chunks} chunks cannot be ingested in {self.turns} turns; choose more chunks")
         if self.num_known < 0:
             raise UsageError(f"num_known is {self.num_known}; choose 0 (not measured) or more")
         if self.threads is not None and self.threads < 1:
@@ -62,7 +61,7 @@ class IngestConfig:
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """One way to get through the chunks: "prefill" is the model alone, "ingest" all the way to the disk."""
+    """One way to get through the chunks, median round: "prefill" is the model alone, "ingest" all the way to disk."""
 
     mode: str
     chunks: int
@@ -91,13 +90,8 @@ class IngestResult:
     stored_bytes_per_token: int
     hardware: dict[str, Any]
     runs: tuple[IngestRun, ...]
+    ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
     known: tuple[KnownRun, ...]
-
-    @property
-    def ingest_over_prefill(self) -> float:
-        """Tokens per second of ingestion over those of prefill alone."""
-        speeds = {run.mode: run.tokens_per_s for run in self.runs}
-        return speeds["ingest"] / speeds["prefill"]
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the command line."""
@@ -121,28 +115,32 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
         tell(f"building {config.shape}")
         store = open_store(Path(directory) / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
-            runs = _side_by_side(engine, config, tell)
+            rounds = side_by_side(engine, config, tell)
             bytes_per_token = engine.bytes_per_token
         known = run_known(config, Path(directory) / "known", tell) if config.num_known else ()
-        return IngestResult(config, bytes_per_token, hardware_card(), runs, known)
+        tokens = config.num_chunks * config.chunk_tokens
+        medians = {mode: statistics.median(times[mode] for times in rounds) for mode in ("prefill", "ingest")}
+        runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
+        ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
+        return IngestResult(config, bytes_per_token, hardware_card(), runs, ratio, known)
 
 
-def _side_by_side(
+def side_by_side(
     engine: TransformersEngine, config: IngestConfig, tell: Callable[[str], None]
-) -> tuple[IngestRun, ...]:
-    """Prefill and ingestion in turns, over the same chunks, after one chunk that does not count."""
+) -> list[dict[str, float]]:
+    """Seconds of prefill and of ingestion, in turns over the same chunks, after one chunk that does not count."""
     vocabulary = engine.layers.config.vocab_size
     warm_up, *chunks = draw_prompts(config.num_chunks + 1, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
     prefill_only(engine, [warm_up])
     precompute_chunks([warm_up], engine)
-    parts = [chunks[turn :: config.turns] for turn in range(config.turns)]
-    seconds = {"prefill": 0.0, "ingest": 0.0}
-    for number, part in enumerate(parts, start=1):
-        tell(f"turn {number} of {config.turns}: {len(part)} chunks of {config.chunk_tokens} tokens")
-        seconds["prefill"] += _timed(lambda part=part: prefill_only(engine, part))  # type: ignore[misc]
-        seconds["ingest"] += _timed(lambda part=part: _ingest_new(engine, part))  # type: ignore[misc]
-    tokens = config.num_chunks * config.chunk_tokens
-    return tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in seconds.items())
+    rounds = []
+    for number in range(1, config.repeats + 1):
+        tell(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+        prefill_s = _timed(lambda: prefill_only(engine, chunks))
+        rounds.append({"prefill": prefill_s, "ingest": _timed(lambda: _ingest_new(engine, chunks))})
+        for chunk in chunks:
+            engine.forget(chunk)
+    return rounds
 
 
 @torch.inference_mode()
@@ -216,7 +214,7 @@ def table_lines(result: IngestResult) -> list[str]:
     config = result.config
     lines = [
         f"{config.shape} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
-        f"tokens, in {config.turns} turns",
+        f"tokens; medians of {config.repeats}",
         f"{'mode':<9}{'chunks':>7}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}",
     ]
     lines += [

@@ -107,6 +107,7 @@ class LoadRun:
     source: str
     pipeline: bool
     ratio: float
+    charged_budget: float
     load_over_recompute: float
     bytes_per_s: float | None
     ttft_s: float
@@ -362,6 +363,7 @@ def summarise(samples: Mapping[Case, Sequence[Sample]]) -> tuple[LoadRun, ...]:
                 source=case.source,
                 pipeline=case.pipeline,
                 ratio=case.ratio,
+                charged_budget=_median(taken, lambda report: report.charged_budget),
                 load_over_recompute=case.load_over_recompute,
                 bytes_per_s=case.bytes_per_s,
                 ttft_s=medians[case],

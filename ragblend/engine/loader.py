@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, restored
 
-# Layers the reader may be ahead. Every rule runs more tokens in its first layers than later: only a reader that may be
-# some layers ahead uses that time. Two cost 20 % more than loading alone where both take equally long; six nothing.
+# Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
+# ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
 DEPTH = 6
 
 

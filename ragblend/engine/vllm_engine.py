@@ -56,9 +56,8 @@ class VllmEngine(VllmBase):
         from ragblend.engine.vllm_connector import model_fingerprint
 
         fingerprint = model_fingerprint(engine.model_config)
-        stored = checkpoint.bytes_per_token // (
-            1 if kv_dtype_of(self.store) == "auto" else DTYPES[checkpoint.dtype].itemsize
-        )
+        narrower = 1 if kv_dtype_of(self.store) == "auto" else DTYPES[checkpoint.dtype].itemsize
+        stored = checkpoint.bytes_per_token // narrower
         facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
         super().__init__(segmenter, facts, **options)
         self._loop = _Loop(engine)

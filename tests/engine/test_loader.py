@@ -250,3 +250,23 @@ def test_a_layer_waited_for_twice_is_placed_once(make):
 def test_nothing_to_load_is_no_wait(together):
     _, layers = load_all([], together=together)
     assert layers.load_s < 0.1
+
+
+@pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv(), delay_s=0.005)], ids=["inline", "thread"])
+def test_a_timeline_says_when_each_layer_was_loaded_and_when_it_was_fused(make):
+    ends_s = []
+    with loader([Placement(make(), 0, exact=False)], destination()) as layers:
+        layers.wait(0)  # a rule that asks the question was here first
+        time.sleep(0.01)
+        for layer in range(LAYERS):
+            layers.wait(layer)
+            time.sleep(0.002)
+            ends_s.append(time.perf_counter())
+    timeline = layers.timeline(ends_s)
+    assert [event.layer for event in timeline.load] == [event.layer for event in timeline.fuse] == list(range(LAYERS))
+    for layer, (load, fuse) in enumerate(zip(timeline.load, timeline.fuse, strict=True)):
+        assert load.start_s <= load.end_s <= fuse.start_s
+        assert fuse.end_s == ends_s[layer]
+        assert fuse.end_s - fuse.start_s >= 0.002
+        assert layer == 0 or fuse.start_s >= ends_s[layer - 1], "waiting for a layer counts as fusing it"
+    assert timeline.fuse[0].start_s >= timeline.load[0].end_s + 0.01, "the main pass starts after the first look"

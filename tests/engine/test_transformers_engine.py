@@ -18,13 +18,15 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.generation import Conversation, Prefilled, Request
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import ChunkKV
+from ragblend.engine.remote import RemoteStore
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.engine.selection import AUTO, FALLBACK, RULES, Check, find_rule
-from ragblend.engine.store import MemoryStore
+from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, StoreFullError, UsageError
 from ragblend.segments import Chunk, SegmentedPrompt, Segmenter, prompt_format
+from tests.tier_support import DictValues
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
 
@@ -682,3 +684,28 @@ def test_the_report_has_the_fields_that_users_are_promised():
         "ttft_s", "load_s", "fuse_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
         "num_recomputed_tokens", "charged_budget", "charged_budget_32", "rule", "mode",
     }  # fmt: skip
+
+
+def test_keys_are_made_ahead_only_for_a_tier_that_is_far_away(tiny_engine, tmp_path, monkeypatch):
+    """Without one, every chunk's key is made once per request; it used to be made twice."""
+    tiers = ((DiskStore(tmp_path / "kv", fsync=False), 1), (RemoteStore(DictValues()), 2))
+    for tier, times in tiers:
+        engine = tiny_engine("llama", TieredStore(MemoryStore(1 << 26), tier))
+        for chunk in CHUNKS:
+            engine.precompute(chunk)
+        request, made, original = engine.request(PROMPT), [], engine._key
+        monkeypatch.setattr(engine, "_key", lambda *of, made=made, key=original: (made.append(of), key(*of))[1])
+        report = engine.prefill(request).report
+        assert all(chunk.hit for chunk in report.chunks)
+        assert len(made) == times * len(CHUNKS)
+
+
+def test_the_layers_times_are_noted_only_when_asked(engine):
+    prefill(engine, PROMPT)
+    assert engine.timelines is None
+    engine.timelines = []
+    asked = prefill(engine, PROMPT)
+    (timeline,) = engine.timelines
+    assert [len(events) for events in timeline] == [6, 6]
+    assert sum(event.end_s - event.start_s for event in timeline.fuse) <= asked.report.fuse_s * 1.001
+    assert sum(event.end_s - event.start_s for event in timeline.load) == pytest.approx(asked.report.load_s)
