@@ -67,7 +67,7 @@ class Request:
     stop: tuple[str, ...]
     conversation: Conversation | None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
-    is_auto_ratio: bool = False  # nobody named `ratio`: it may be raised where recompute costs no time
+    adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
 
     @property
     def calibrated(self) -> Fit | None:
