@@ -122,7 +122,6 @@ def calibrate(
     k: int = 6,
     neighbours: int = 0,
     order: Any = "score",
-    system: str | None = None,
     target: Target | None = None,
     num_questions: int = NUM_QUESTIONS,
     num_held_out: int = 0,
@@ -135,8 +134,9 @@ def calibrate(
 ) -> Calibration:
     """Measure the grid on `num_questions` of `questions`, fit, and save the profile in the engine's store.
 
-    `num_held_out` others are then answered by the engine with that profile. Raises UsageError where there are too few
-    questions, for an engine that shows no logits (vLLM), and for a store without a directory.
+    Prompts have the engine's system text. `num_held_out` other questions are then answered with that profile. Raises
+    EmptyCorpusError where there are too few questions, UsageError for an engine that shows no logits (vLLM), and for a
+    store without a directory.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     aim = checked_target(target or Target())
@@ -152,14 +152,14 @@ def calibrate(
     def prompts(texts: Sequence[str]) -> list[SegmentedPrompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
         return [
-            SegmentedPrompt([hit.chunk for hit in found], text, system) for found, text in zip(hits, texts, strict=True)
+            SegmentedPrompt([hit.chunk for hit in found], text, fitter.system)
+            for found, text in zip(hits, texts, strict=True)
         ]
 
     outcomes = measure(fitter, prompts(fitted), settings, grid, tell)
-    prefix_ids = fitter.segmenter.default_prefix_ids(system)
     profile = Profile(
         fitter.fingerprint,
-        prefix_ids,
+        fitter.default_prefix_ids,
         index.manifest.chunker,
         time.time(),
         str(aim),

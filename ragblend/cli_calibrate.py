@@ -114,7 +114,6 @@ def calibrate(
             k=settings.k,
             neighbours=settings.neighbours,
             order=settings.order,
-            system=settings.system,
             target=target,
             num_questions=num_questions,
             num_held_out=held_out,

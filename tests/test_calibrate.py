@@ -311,6 +311,18 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
         assert made.kl[0, 0, number] == pytest.approx(divergence(full, reuse))
 
 
+def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkIndex, questions: list[str]) -> None:
+    system = "Answer with the words of the documents."
+    with load_engine("demo", home / "kv", system=system, on_miss="inline") as engine:
+        one = {"num_questions": 10, "rules": ["auto"], "check_layers": [1], "ratios": [0.1]}
+        made = calibrate(engine, index, questions, k=2, target=Target(0.5), **one)  # type: ignore[arg-type]
+        chunks = [hit.chunk for hit in index.search(questions[0], 2)]
+        report = engine.generate(SegmentedPrompt(chunks, questions[0], system), max_tokens=1).report
+        assert {chunk.prefix_match for chunk in report.chunks} == {"exact"}
+        assert report.predicted_agreement == made.profile.fits[0].agreement
+        assert made.profile.prefix_ids == engine.default_prefix_ids
+
+
 def test_an_engine_without_logits_or_without_a_directory_is_refused(
     engine: TransformersEngine, index: ChunkIndex, questions: list[str]
 ) -> None:

@@ -67,12 +67,7 @@ class Request:
     stop: tuple[str, ...]
     conversation: Conversation | None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
-    is_auto_ratio: bool = False  # nobody named `ratio`: it is the least, and the machine's profile may say otherwise
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the loading controller may raise `ratio`, or refuse reuse."""
-        return self.mode == "blend" and self.checks is None and self.is_auto_ratio
+    adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
 
     @property
     def calibrated(self) -> Fit | None:

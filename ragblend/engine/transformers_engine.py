@@ -260,7 +260,7 @@ class TransformersEngine:
             (stop,) if isinstance(stop, str) else tuple(stop or ()),
             conversation,
             choice.fit,
-            choice.is_auto_ratio,
+            adapts=mode == "blend" and checks is None and choice.is_auto_ratio,
         )
 
     def prefill(self, request: Request) -> Prefilled:

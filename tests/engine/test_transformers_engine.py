@@ -70,7 +70,7 @@ def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 
         "stop": (),
         "conversation": None,
         "fit": None,
-        "is_auto_ratio": False,
+        "adapts": False,
         **changes,
     }
     assert set(values) == {field.name for field in fields(Request)}

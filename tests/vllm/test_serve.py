@@ -24,6 +24,9 @@ from openai import AuthenticationError, OpenAI
 from servers import REDIS_BINARY, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
+from ragblend.engine.selection import DEFAULT_RATIO
 from ragblend.errors import RagblendError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM
@@ -148,6 +151,21 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
     assert answer.report.num_chunk_hits == 2
     assert engine.forget(new)
     assert not engine.is_stored(new)
+
+
+def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, url: str) -> None:
+    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
+    fit = Fit("cacheblend_k", 1, 0.4, True, 0.9, 0.8, 1.0, points)
+    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, "agreement 0.9", 60, "k 2")
+    before = engine.generate(PROMPT, max_tokens=1).report
+    path = DiskStore(store).put_profile(Profile(*facts, NoiseFloor(1.0, 0.0), (fit,)))
+    found = [engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=8) for ratio in (None, "auto", 0.2)]
+    path.unlink()
+    assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
+    assert [answer.report.recompute_ratio for answer in found] == [0.4, 0.4, 0.2]
+    assert [answer.report.predicted_agreement for answer in found] == [0.9, 0.9, 0.9]
+    assert {answer.text for answer in found} == {"Kinport"}
 
 
 def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
