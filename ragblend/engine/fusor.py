@@ -151,6 +151,19 @@ class Fused:
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
 
 
+class Run(NamedTuple):
+    """A layer to be run over some rows of a prompt, as `LayerwiseModel.run_layer` takes it."""
+
+    layer: int
+    hidden: Tensor  # [R, hidden size]
+    rows: Tensor  # positions [R]
+    fused: FusedLayers
+
+
+Steps = Generator[int | Run, Tensor | None, _T]
+"""Work in steps: yields the rows that it ran through a layer itself, or a Run, whose output it must be sent next."""
+
+
 def fuse(
     model: LayerwiseModel,
     plan: FusePlan,
@@ -169,15 +182,14 @@ def fuse(
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
-    note = None if ends_s is None else lambda: ends_s.append(perf_counter())
-    return _drain(fuse_steps(model, plan, fused, layers), note)
+    return _drain(model, fuse_steps(model, plan, fused, layers, ends_s))
 
 
 @torch.inference_mode()
 def fuse_steps(
-    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource
-) -> Generator[int, None, Fused]:
-    """`fuse`, a layer at a time, for callers with other work in between: yields the rows that each layer ran."""
+    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, ends_s: list[float] | None = None
+) -> Steps[Fused]:
+    """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
     known = _candidates(plan)
     probe = (yield from _probe(model, plan, fused, layers, known)) if _wants_probe(model, plan, known) else None
     active = _active_rows(plan, known)
@@ -196,16 +208,19 @@ def fuse_steps(
             fixed_cost = fixed_cost or asked + measured
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:
-            hidden = _run_first_layer(model, fused, hidden, active, known, probe)
+            hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
         elif len(active) and layer < last_layer:
-            hidden = model.run_layer(layer, hidden, active, fused)
+            hidden = _sent((yield Run(layer, hidden, active, fused)))
         elif len(active):
             # The last layer's output is needed for the last token alone; of the others only K and V.
             fresh = model.project_kv(layer, hidden)
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
-                hidden = model.run_layer(layer, hidden[-1:], active[-1:], fused)
-        yield len(active) + int(measured)
+                hidden = _sent((yield Run(layer, hidden[-1:], active[-1:], fused)))
+            measured += len(active)
+        if ends_s is not None:
+            ends_s.append(perf_counter())
+        yield int(measured)
     fused.length = plan.end
     return Fused(
         model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
@@ -291,7 +306,7 @@ def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
 
 def _probe(
     model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known
-) -> Generator[int, None, _Probe]:
+) -> Steps[_Probe]:
     """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
 
     Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
@@ -326,14 +341,12 @@ def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
     return summed[:-1] / summed[-1]
 
 
-def _run_first_layer(
-    model: LayerwiseModel, fused: FusedLayers, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe
-) -> Tensor:
+def _run_first_layer(fused: FusedLayers, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe) -> Steps[Tensor]:
     """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
     stale = known.mask[active]
     output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
     if bool(stale.any()):
-        output[stale] = model.run_layer(0, hidden[stale], active[stale], fused)
+        output[stale] = _sent((yield Run(0, hidden[stale], active[stale], fused)))
     output[~stale] = probe.hidden
     return output
 
@@ -435,11 +448,11 @@ def prefill_chunk(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) 
 
     `prefix` is used as scratch beyond row P and is left with the same P valid rows.
     """
-    return _drain(prefill_chunk_steps(model, prefix, header))
+    return _drain(model, prefill_chunk_steps(model, prefix, header))
 
 
 @torch.inference_mode()
-def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Generator[int, None, MemoryKV]:
+def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Steps[MemoryKV]:
     """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
     start = prefix.length
     device = prefix.keys(0).device
@@ -475,13 +488,18 @@ def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[K
     return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
 
 
-def _drain(steps: Generator[int, None, _T], note: Callable[[], None] | None = None) -> _T:
-    """Run a generator to its end, for what it returns; `note` is called after every step."""
+def _drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
+    """Run steps to their end, for what they return."""
+    output: Tensor | None = None
     while True:
         try:
-            next(steps)
-            if note is not None:
-                note()
+            step = steps.send(output)
         except StopIteration as end:
             result: _T = end.value
             return result
+        output = model.run_layer(*step) if isinstance(step, Run) else None
+
+
+def _sent(output: Tensor | None) -> Tensor:
+    assert output is not None  # the answer to a Run
+    return output

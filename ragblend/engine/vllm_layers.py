@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.attention import Queries, attend_rows
-from ragblend.engine.fusor import FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusor import FusePlan, Placement, Run, fuse, prefill_chunk
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dtype_name, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import Watch
@@ -34,6 +35,7 @@ from ragblend.errors import UnsupportedModelError
 
 # Largest deviation of the self-check, as a share of the largest value; see self_check.TOLERANCE.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_APART = 1 << 32  # between the positions of two requests, so that no run spans both
 _PREFIX, _CHUNKS, _CHUNK, _QUESTION = 5, 3, 24, 7  # tokens of the self-check's prompt
 
 
@@ -90,6 +92,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
+        self._joined: tuple[list[Tensor], list[_Piece]] = [], []  # the rows that ran together last
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
         attention = self._layers[0].self_attn
@@ -141,6 +144,21 @@ class VllmLayers:
         outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
+        """`run_layer` of the same layer for several requests in one call; their outputs."""
+        if len(runs) == 1:
+            return [self.run_layer(*runs[0])]
+        counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
+        known, pieces = self._joined
+        if len(known) != len(rows) or any(mine is not other for mine, other in zip(known, rows, strict=True)):
+            tables = pad_sequence([cast("PagedKV", run.fused).blocks for run in runs], batch_first=True)
+            owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
+            pieces = self.cut(torch.cat(rows), tables, owners)
+            self._joined = rows, pieces
+        layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
+        outputs = torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
+        return list(torch.split(outputs, counts))
+
     def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
         outputs, queries = [], []
@@ -179,11 +197,15 @@ class VllmLayers:
             slots,
         )
 
-    def cut(self, rows: Tensor, block_ids: Tensor) -> list[_Piece]:
-        """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run."""
+    def cut(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[_Piece]:
+        """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.
+
+        `tables` [N, B] are the blocks of N requests, `owners` [R] says whose each row is; one after the other.
+        """
+        places = rows + owners * _APART
         return [
-            self._piece(slice(runs[0][0], runs[-1][1]), runs, rows, block_ids)
-            for runs in cut_runs(rows.tolist(), self.max_rows, self.max_runs)
+            self._piece(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
+            for runs in cut_runs(places.tolist(), self.max_rows, self.max_runs)
         ]
 
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
@@ -300,11 +322,13 @@ class VllmLayers:
             values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
         )
 
-    def _piece(self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, block_ids: Tensor) -> _Piece:
+    def _piece(
+        self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
+    ) -> _Piece:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        positions = rows[span]
-        slots = block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+        positions, owner = rows[span], owners[span]
+        slots = tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
         first = span.start
         starts = torch.tensor([start - first for start, _ in runs] + [runs[-1][1] - first], dtype=torch.int32)
         ends = torch.tensor([end - 1 - first for _, end in runs], device=self.device)
@@ -317,8 +341,8 @@ class VllmLayers:
             num_reqs=len(runs),
             num_actual_tokens=len(positions),
             max_query_len=max(end - start for start, end in runs),
-            max_seq_len=int(lengths_cpu[-1]),
-            block_table_tensor=block_ids.to(torch.int32).expand(len(runs), -1).contiguous(),
+            max_seq_len=int(lengths_cpu.max()),
+            block_table_tensor=tables.to(torch.int32)[owner[ends]],
             slot_mapping=slots,
             causal=True,
             positions=positions,
@@ -369,7 +393,7 @@ class PagedKV:
     ) -> None:
         self.length = 0
         self._layers = layers
-        self._blocks = torch.tensor(block_ids, dtype=torch.int64, device=layers.device)
+        self.blocks = torch.tensor(block_ids, dtype=torch.int64, device=layers.device)
         self._num_rows, self._capacity = num_rows, num_rows + num_behind
         self._kept = frozenset(kept)
         self._at_hand: dict[int, LayerKV] = {}
@@ -394,7 +418,7 @@ class PagedKV:
             rows, keys, values = rows[:count], keys[:, :count], values[:, :count]
         if not len(rows):
             return
-        slots = self._blocks[rows // self._layers.block_size] * self._layers.block_size
+        slots = self.blocks[rows // self._layers.block_size] * self._layers.block_size
         self._layers.write(layer, slots + rows % self._layers.block_size, keys, values)
 
     def place(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
@@ -419,7 +443,7 @@ class PagedKV:
     def pieces(self, rows: Tensor) -> list[_Piece]:
         """`rows` ready to be run; remembered, because most layers run the same rows as the one before."""
         if self._last is None or self._last[0] is not rows:
-            self._last = (rows, self._layers.cut(rows, self._blocks))
+            self._last = (rows, self._layers.cut(rows, self.blocks[None], torch.zeros_like(rows)))
         return self._last[1]
 
 

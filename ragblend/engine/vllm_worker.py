@@ -1,24 +1,29 @@
 """The worker's half of the connector: fuses prompts into vLLM's paged cache, a slice at a time between engine steps.
 
-Jobs are run one after another, each a generator that stops after every layer, so that a blend never holds up the
-decodes of other requests for longer than one slice. The slice is counted in token-layers, not in seconds, because
-tensor-parallel ranks must all stop at the same layer.
+Each job is a generator that stops at every layer, so that a blend never holds up the decodes of other requests for
+longer than one slice. The slice is counted in token-layers, not in seconds, because tensor-parallel ranks must all
+stop at the same layer. Jobs are done in the order they came; small ones that stand behind each other share a pass:
+each brings its rows to a layer, which runs once for all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ragblend.engine.fidelity import note_fidelity
-from ragblend.engine.fusor import Fused, FusePlan, Placement, fuse_steps, prefill_chunk_steps
+from ragblend.engine.fusor import Fused, FusePlan, Placement, Run, Steps, fuse_steps, prefill_chunk_steps
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import PrefixMatch
@@ -31,6 +36,10 @@ log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # as in transformers_engine
 _NO_RECOMPUTE = (Check(0, 0.0),)
+
+# Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
+# the products are large already, sharing would only make the first request wait for the last. Not measured on a GPU.
+_PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
 
 
 class StoredSpan(NamedTuple):
@@ -62,6 +71,13 @@ class Job:
         """Ids before the first chunk."""
         return self.token_ids[: self.params.spans[0][0]]
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens that will run through most of the layers, about."""
+        num_stored = sum(span.end - span.start for span in self.stored)
+        ratio = self.ratio if self.params.mode == "blend" else 0.0
+        return self.end - self.params.spans[0][0] - num_stored + math.ceil(ratio * num_stored)
+
 
 class Finished(NamedTuple):
     """A job that is over. `failed`: its blocks hold nothing of use."""
@@ -71,15 +87,17 @@ class Finished(NamedTuple):
     failed: bool
 
 
-_Steps = Generator[int, None, VllmReport]
+class _Outcome(NamedTuple):
+    report: VllmReport
+    storing: Future[None] | None = None
 
 
 @dataclass(slots=True)
 class _Running:
     job: Job
-    steps: _Steps
+    steps: Steps[_Outcome]
+    asked: Run | None = None  # the layer it waits for
     busy_s: float = 0.0
-    storing: Future[None] | None = field(default=None)
 
 
 class BlendWorker:
@@ -87,7 +105,7 @@ class BlendWorker:
 
     `write` stores new chunks, by default in `store`; a thread of its own calls it.
     slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
-    of that many tokens; it can exceed that by one layer of one job.
+    of that many tokens; it can exceed that by one layer of one pass.
     """
 
     def __init__(
@@ -99,8 +117,10 @@ class BlendWorker:
     ) -> None:
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
-        self._jobs: deque[_Running] = deque()
-        self._storing: list[tuple[_Running, VllmReport, Future[None]]] = []
+        self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
+        self._jobs: list[_Running] = []  # in the order they came
+        self._pass: list[_Running] = []  # those of them that are under way together
+        self._storing: list[tuple[Job, VllmReport, Future[None]]] = []
         self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
 
@@ -113,8 +133,7 @@ class BlendWorker:
         """Drop a request's job, if it has one here. Its blocks are not written to any more."""
         for running in self._jobs:
             if running.job.request_id == request_id:
-                self._jobs.remove(running)
-                running.steps.close()
+                self._drop(running)
                 return [Finished(running.job, VllmReport(running.job.params.mode), failed=False)]
         return []
 
@@ -123,36 +142,76 @@ class BlendWorker:
         """Work until the slice is used up or nothing is left; the jobs that ended."""
         finished, budget = self._stored(), self._slice
         while self._jobs and budget > 0:
-            running = self._jobs[0]
-            start_s = perf_counter()
-            try:
-                budget -= next(running.steps)
-                running.busy_s += perf_counter() - start_s
-            except StopIteration as end:
-                self._jobs.popleft()
-                report: VllmReport = end.value
-                report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - report.stall_s)
-                if running.storing is not None:
-                    self._storing.append((running, report, running.storing))
-                else:
-                    finished.append(Finished(running.job, report, failed=False))
-            except Exception as error:  # one request's trouble must not end the server
-                self._jobs.popleft()
-                log.exception("blending request %s failed", running.job.request_id)
-                reason = f"blending failed ({type(error).__name__}: {error})"
-                failed = VllmReport(running.job.params.mode, refused_reason=reason)
-                finished.append(Finished(running.job, failed, failed=True))
+            self._pass = self._pass or self._next_pass()
+            alone = next((running for running in self._pass if running.asked is None), None)
+            budget -= self._advance(alone, None, finished) if alone is not None else self._run_layer(finished)
         return finished
+
+    def _next_pass(self) -> list[_Running]:
+        """The oldest job, with those behind it that still fit."""
+        num_rows = list(itertools.accumulate(running.job.num_rows for running in self._jobs))
+        return self._jobs[: max(1, bisect_right(num_rows, self._pass_rows))]
+
+    def _run_layer(self, finished: list[Finished]) -> int:
+        """The lowest layer that jobs of the pass wait for, for all that wait for it. Token-layers run."""
+        waiting = [(running, running.asked) for running in self._pass if running.asked is not None]
+        lowest = min(run.layer for _, run in waiting)
+        together = [(running, run) for running, run in waiting if run.layer == lowest]
+        start_s, num_rows = perf_counter(), sum(len(run.rows) for _, run in together)
+        try:
+            outputs = self.layers.run_together([run for _, run in together])
+        except Exception as error:
+            finished += [self._failed(running, error) for running, _ in together]
+            return num_rows
+        row_s = (perf_counter() - start_s) / num_rows
+        for (running, run), output in zip(together, outputs, strict=True):
+            running.busy_s += row_s * len(run.rows)
+            num_rows += self._advance(running, output, finished)
+        return num_rows
+
+    def _advance(self, running: _Running, output: Tensor | None, finished: list[Finished]) -> int:
+        """Let a job go on with the layer's `output` that it asked for. Token-layers it ran itself."""
+        start_s = perf_counter()
+        try:
+            step = running.steps.send(output)
+        except StopIteration as end:
+            outcome: _Outcome = end.value
+            outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
+            self._drop(running)
+            if outcome.storing is not None:
+                self._storing.append((running.job, outcome.report, outcome.storing))
+            else:
+                finished.append(Finished(running.job, outcome.report, failed=False))
+            return 0
+        except Exception as error:
+            finished.append(self._failed(running, error))
+            return 0
+        running.busy_s += perf_counter() - start_s
+        running.asked = step if isinstance(step, Run) else None
+        return 0 if isinstance(step, Run) else step
+
+    def _failed(self, running: _Running, error: Exception) -> Finished:
+        """One request's trouble must not end the server."""
+        log.error("blending request %s failed", running.job.request_id, exc_info=error)
+        self._drop(running)
+        reason = f"blending failed ({type(error).__name__}: {error})"
+        return Finished(running.job, VllmReport(running.job.params.mode, refused_reason=reason), failed=True)
+
+    def _drop(self, running: _Running) -> None:
+        running.steps.close()
+        running.asked = None
+        self._jobs = [other for other in self._jobs if other is not running]
+        self._pass = [other for other in self._pass if other is not running]
 
     def close(self) -> None:
         """Drop all jobs, finish what is being stored, and end the threads."""
-        while self._jobs:
-            self._jobs.popleft().steps.close()
+        for running in self._jobs:
+            self._drop(running)
         self._writer.shutdown(wait=True)
 
     # -- the two kinds of jobs
 
-    def _blend(self, job: Job) -> _Steps:
+    def _blend(self, job: Job) -> Steps[_Outcome]:
         """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
         reuse = job.params.mode != "blend"
         prefix = yield from self._prefix(job)
@@ -171,9 +230,9 @@ class BlendWorker:
         report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
         report.num_damaged_entries = len(damaged)
         _count(report, job, plan, result)
-        return report
+        return _Outcome(report)
 
-    def _ingest(self, job: Job) -> _Steps:
+    def _ingest(self, job: Job) -> Steps[_Outcome]:
         """Compute the span behind the ids before it, as ingestion everywhere does, and have it stored."""
         layers, namespace = self.layers, job.params.namespace
         start, end = job.params.spans[0]
@@ -184,22 +243,20 @@ class BlendWorker:
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
-        if layers.rank == 0:
-            self._jobs[0].storing = self._writer.submit(self._write, whole)
-        return report
+        return _Outcome(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
 
     def _stored(self) -> list[Finished]:
         """Ingested chunks that are on the disk by now, or could not be stored."""
         finished, waiting = [], []
-        for running, report, future in self._storing:
+        for job, report, future in self._storing:
             if not future.done():
-                waiting.append((running, report, future))
+                waiting.append((job, report, future))
                 continue
             error = future.exception()
             if error is not None:
-                log.warning("request %s was not stored: %s", running.job.request_id, error)
+                log.warning("request %s was not stored: %s", job.request_id, error)
                 report.refused_reason = f"not stored: {error}"
-            finished.append(Finished(running.job, report, failed=False))
+            finished.append(Finished(job, report, failed=False))
         self._storing = waiting
         return finished
 
@@ -245,7 +302,7 @@ class BlendWorker:
         kept.update(range(plan.probe_layers[-1] + 1))
         return PagedKV(self.layers, job.block_ids, job.end, kept, len(job.token_ids) - job.end)
 
-    def _prefix(self, job: Job) -> Generator[int, None, tuple[Placement, ...]]:
+    def _prefix(self, job: Job) -> Steps[tuple[Placement, ...]]:
         """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
         prefix_ids = job.prefix_ids
         if not prefix_ids:

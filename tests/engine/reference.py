@@ -1,7 +1,7 @@
 """A second CacheBlend, written from the paper (Yao et al., EuroSys 2025, sections 4.2, 4.3); no code of ragblend's.
 
 Plain loops over query tokens, with a stock transformers model's own projections, norms, rotary module and MLP (Llama,
-Mistral, Qwen2, Qwen3: separate q, k, v projections). Slow and obvious on purpose.
+Mistral, Phi-3 with full rotation, Qwen2, Qwen3). Slow and obvious on purpose.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.decoder, self.head = model.model, model.lm_head
         self.num_layers = model.config.num_hidden_layers
-        self.dim = model.config.head_dim or model.config.hidden_size // model.config.num_attention_heads
+        self.dim = (
+            getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+        )
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v before RoPE, [T, heads, D]."""
         block = self.decoder.layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
-        q, k, v = (
-            projection(normed).reshape(len(hidden), -1, self.dim)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix of all three
+            config = attention.config
+            heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+            projected = attention.qkv_proj(normed).split([count * self.dim for count in heads], -1)
+        else:
+            projected = (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
+        q, k, v = (states.reshape(len(hidden), -1, self.dim) for states in projected)
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v

@@ -24,7 +24,7 @@ from ragblend.engine.transformers_layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
-INDEPENDENT = ("llama", "mistral", "qwen2", "qwen3")
+INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 RATIOS = (0.05, 0.15, 0.5)
 ATOL = 1e-4
 

@@ -111,8 +111,6 @@ def test_ratio_one_gives_vllms_own_tokens(served):
 
 def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, stock):
     family, llm = served
-    if family == "phi3":
-        pytest.skip("the reference reads separate projections; phi3 is compared with vLLM and transformers")
     reference = Continued(stock(family))
     for prompt in (plain_prompt(), patchy_prompt()):
         for rule in RULES:

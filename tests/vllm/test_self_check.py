@@ -24,9 +24,9 @@ def swapped_kv(layers: VllmLayers, *args: Any) -> LayerKV:
     return LayerKV(values, keys)
 
 
-def one_request(layers: VllmLayers, rows: Any, blocks: Any) -> Any:
+def one_request(layers: VllmLayers, rows: Any, *whose: Any) -> Any:
     """Scattered rows as one request: what a causal flag would do, right-aligned."""
-    return [layers._piece(slice(0, len(rows)), [(0, len(rows))], rows, blocks)]
+    return [layers._piece(slice(0, len(rows)), [(0, len(rows))], rows, *whose)]
 
 
 def earlier_question(layers: VllmLayers, *args: Any) -> Any:

@@ -18,6 +18,7 @@ from harness import (
     free_blocks,
     ingest,
     random_ids,
+    recorded_selections,
     report,
     tokens,
 )
@@ -77,7 +78,30 @@ def assert_same_as_one_by_one(llm: Any, requests: list[Any], max_tokens: int = 6
 
 def test_a_hundred_mixed_requests_equal_their_one_by_one_runs(store, checkpoint):
     with engine(checkpoint("llama"), store, max_num_seqs=8, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
         assert_same_as_one_by_one(llm, random_requests(100, 0))
+
+
+def test_requests_that_arrive_together_share_passes_and_choose_what_they_choose_alone(store, checkpoint):
+    requests = [request for request in random_requests(30, 4) if request[1] is not None]
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
+        layers = connector_worker().layers
+        run_together, sizes = layers.run_together, []
+        layers.run_together = lambda runs: sizes.append(len(runs)) or run_together(runs)
+        with recorded_selections() as together:
+            outputs = ask_all(llm, requests, 6)
+        assert max(sizes) > 2
+        sizes.clear()
+        with recorded_selections() as alone:
+            for request, output in zip(requests, outputs, strict=True):
+                again = ask(llm, *request, 6)
+                assert report(again)["num_recomputed_tokens"] == report(output)["num_recomputed_tokens"]
+                for mine, theirs in zip(output.outputs[0].logprobs, again.outputs[0].logprobs, strict=True):
+                    for token in mine.keys() & theirs.keys():
+                        assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+        assert set(sizes) == {1}
+    assert sorted(together) == sorted(alone)
 
 
 def test_preempted_requests_are_blended_again(store, checkpoint):
@@ -166,6 +190,23 @@ def test_a_damaged_file_is_a_miss(serving):
     assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
 
 
+def test_a_damaged_file_starts_only_its_own_requests_again(serving):
+    llm, store = serving
+    prompts = [prompt_of(chunks, 1) for chunks in (STORED[:3], STORED[3:], STORED[1:4])]
+    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    untouched = tokens(ask(llm, *asked[1]))
+    for path in entries(store):
+        header = DiskStore(store).header(path.stem)
+        if header is not None and header.token_ids == tuple(STORED[1]):
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1  # in the last layer: the others are ahead by then
+            path.write_bytes(data)
+    together = ask_all(llm, asked)
+    assert [report(output)["num_damaged_entries"] for output in together] == [1, 0, 1]
+    assert tokens(together[1]) == untouched
+    assert [tokens(ask(llm, *each)) for each in asked] == [tokens(output) for output in together]
+
+
 def test_a_foreign_file_under_the_right_name_is_a_miss(serving):
     llm, store = serving
     first, second = entries(store)[:2]
@@ -217,6 +258,21 @@ def test_a_failing_blend_is_computed_by_vllm(serving):
     assert free_blocks(llm) == free
 
 
+def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
+    llm, _ = serving
+    prompts = [prompt_of(STORED[:4], question) for question in range(3)]
+    plain, free = [tokens(ask(llm, ids)) for ids, _ in prompts], free_blocks(llm)
+    layers = connector_worker().layers
+    layers.run_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
+    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    for output, expected in zip(ask_all(llm, asked), plain, strict=True):
+        assert tokens(output) == expected
+        assert "ZeroDivisionError" in report(output)["refused_reason"]
+    assert report(ask(llm, *asked[0]))["refused_reason"] is None
+    assert free_blocks(llm) == free
+    assert not connector_worker()._pass
+
+
 def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
     llm, _ = serving
     ids, _ = prompt_of(STORED[:3], 0)
@@ -240,10 +296,32 @@ def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
         assert report(output)["refused_reason"]
 
 
+def test_marks_that_open_chunks_are_recomputed_last(checkpoint, tmp_path):
+    start, end = 3, 4
+    chunks = [[start, *random_ids(30, 400 + index)] for index in range(3)]
+    ids, spans = prompt_of(chunks, 0)
+    ids.insert(spans[-1][1], end)
+    marks = {span[0] for span in spans}
+    params = {"mode": "blend", "ratio": 0.5, "spans": spans}
+    extra = {"separator_ids": [start], "separator_end_ids": [end], "ratio": 0.5}
+    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+        for chunk in chunks:
+            ingest(llm, PREFIX, chunk)
+        with recorded_selections() as selections:
+            marked = ask(llm, ids)
+            ask(llm, ids, {**params, "template": [[1, 0]] * 3})
+            ask(llm, ids, params)
+    assert report(marked)["rule"] == "repair"
+    assert selections[0] == selections[1]
+    assert not marks & set(selections[1])
+    assert marks & set(selections[2])
+
+
 def test_aborted_requests_leak_no_block(store, checkpoint):
     from vllm import SamplingParams
 
     with engine(checkpoint("llama"), store, {"slice_tokens": 1}, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
         core, free, scratch = llm.llm_engine, free_blocks(llm), []
         for steps in (0, 1, 2, 5, 20):
             for index, (ids, params) in enumerate(random_requests(6, 3)):
