@@ -128,6 +128,7 @@ class Fused:
     fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
     probe_s: float = 0.0  # seconds until the question's attention was known, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, what the probe found
+    select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
 
 def fuse(model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource) -> Fused:
@@ -184,6 +185,7 @@ def fuse_steps(
         fixed_cost,
         probe.seconds if probe is not None else 0.0,
         known.attention,
+        known.select_s,
     )
 
 
@@ -197,6 +199,7 @@ class _Known:
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
+    select_s: float = 0.0  # seconds at the checks
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
@@ -331,6 +334,7 @@ def _check(
     known: _Known,
 ) -> tuple[Tensor, int]:
     """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    start_s = perf_counter()
     candidate = known.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
@@ -347,6 +351,7 @@ def _check(
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True
+    known.select_s += perf_counter() - start_s
     return goes_on.nonzero().flatten(), len(rows)
 
 
