@@ -1,6 +1,11 @@
-"""What else was tried in place of the default rule: candidates on the selection set, each against `repair`.
+"""What was tried to find the default rule: candidates on the selection set, each against `repair_40`, which is
+`repair` with the 40 % most attended tokens as candidates at any ratio.
 
     python scripts/selection_experiments.py --out data/results/selection-experiments.json
+    python scripts/selection_experiments.py --only candidates_60,candidates_100 --questions 750 --seed 910007 \
+        --budgets 0.05,0.1,0.15,0.2 --out data/results/selection-candidates.json
+    python scripts/selection_experiments.py --only repair,candidates_15,candidates_20,candidates_30 --seed 920003 \
+        --budgets 0.025,0.0375,0.05,0.1 --out data/results/selection-small-budgets.json
 
 The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
 there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets.
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,16 +29,16 @@ from torch import Tensor
 from ragblend.bench.hardware import hardware_card
 from ragblend.bench.quality import Asked, run_items
 from ragblend.bench.quality_cases import make_items
-from ragblend.bench.quality_pairs import differences
+from ragblend.bench.quality_pairs import GROUPS, differences
 from ragblend.bench.quality_runs import Configuration, Engines, Record, configurations, rows_of
-from ragblend.cli_support import one_thread, quiet_libraries
+from ragblend.cli_support import one_thread, quiet_libraries, split_names, split_numbers
 from ragblend.demo.evaluate import Setting
 from ragblend.engine import load_engine, transformers_engine
 from ragblend.engine.fusor import FusedKV, FusePlan
 from ragblend.engine.selection import RULES, Evidence, Rule, repair
 
-RATIOS, BUDGETS = (0.05, 0.10, 0.15), (0.05, 0.10)
-BASE = "repair"
+RATIOS = (0.05, 0.10, 0.15)
+BASE = "repair_40"
 
 
 def share(scores: Tensor) -> Tensor:
@@ -100,7 +106,10 @@ def asking(name: str, score: Callable[[Evidence], Tensor], candidate_share: floa
 
 
 CANDIDATES = (
+    RULES["repair"],
+    asking("candidates_15", repair, 0.15),
     asking("candidates_20", repair, 0.2),
+    asking("candidates_30", repair, 0.3),
     asking("candidates_60", repair, 0.6),
     asking("candidates_100", repair, 1.0),
     asking("spans_1", spans(1, 0.5)),
@@ -171,40 +180,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Candidate rules against repair, on the selection set.")
     parser.add_argument("--questions", type=int, default=300, help="of those whose evidence stands in several chunks")
     parser.add_argument("--seed", type=int, default=900_001)
+    parser.add_argument("--budgets", default="0.05,0.1", help="charged at 32 layers, comma-separated")
+    parser.add_argument("--only", default="", help="candidates by name, comma-separated; all, shifts and escalation")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     one_thread()
     quiet_libraries()
-    RULES.update({rule.name: rule for rule in CANDIDATES})
-    names = [BASE, *(rule.name for rule in CANDIDATES)]
+    only = split_names(options.only)
+    RULES[BASE] = asking(BASE, repair)
+    RULES.update({rule.name: rule for rule in CANDIDATES if not only or rule.name in only})
+    names = [BASE, *(rule.name for rule in CANDIDATES if rule.name in RULES and (not only or rule.name in only))]
     with load_engine("demo", dtype="float32", on_miss="inline") as base:
         items = make_items(base, Setting(6, 256), 7, 0.5, options.seed, options.questions, "selection")
         engines = Engines(base)
-        chosen = [Asked([*configurations(names, RATIOS, BUDGETS), Configuration("blend", BASE, 0.025)], 1.0)]
-        records = run_items(engines, items, chosen, tell)
-        for weight in SHIFTS:
+        chosen = configurations(names, RATIOS, split_numbers(options.budgets))
+        if not only:
+            chosen.append(Configuration("blend", BASE, 0.025))
+        records = run_items(engines, items, [Asked(chosen, 1.0)], tell)
+        for weight in () if only else SHIFTS:
             with value_shift(weight):
                 shifted = run_items(engines, items, [Asked(configurations([BASE], RATIOS), 1.0)], tell)
             name = f"value_shift_{weight:g}"
             records |= {c._replace(rule=name): found for c, found in shifted.items() if c.mode == "blend"}
             names.append(name)
         facts = {
-            "command": f"python scripts/selection_experiments.py --questions {options.questions} --seed {options.seed}",
+            "command": shlex.join(["python", "scripts/selection_experiments.py", *sys.argv[1:]]),
             "hardware": hardware_card(base.layers.device),
             "model": base.name,
-            "runs": [row.as_dict() for c, found in records.items() for row in rows_of(c, found)],
+            "runs": [row.as_dict() for c, found in records.items() for row in rows_of(c, found) if row.kind in GROUPS],
             "paired": [
                 found.as_dict()
                 for name in names[1:]
                 for found in differences(records, name, [BASE])
                 if found.ratio == found.baseline_ratio
             ],
-            "escalate": escalate(records),
+            "escalate": [] if only else escalate(records),
         }
     for found in facts["paired"]:
         if found["group"] == "references" and found["measure"] != "answer_kl":
             print({key: value for key, value in found.items() if key not in ("group", "baseline_ratio")})
-    print(*facts["escalate"], sep="\n")
     options.out.write_text(json.dumps(facts) + "\n")
 
 

@@ -119,7 +119,7 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
         axes.set_xlim(0, 0.32)
         shares = (0, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3)
         axes.set_xticks(shares, [f"{share * 100:g}" for share in shares], fontsize="small")
-        axes.set_xlabel("charged budget at 32 layers, % of the token-layers (0 = full reuse)")
+        axes.set_xlabel("charged budget at 32 layers, % (0 = full reuse)")
         axes.grid(alpha=0.3)
     everything.legend(fontsize="small", loc="lower right")
     figure.suptitle(

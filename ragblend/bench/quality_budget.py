@@ -43,7 +43,7 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     kept = {c.layer: num_to_recompute(c.ratio, num_tokens, num_candidates) for c in checks if c.ratio < 1}
     active = num_to_recompute(checks[0].ratio, num_tokens, num_candidates)
     if rule.needs_deviation:
-        active = max(active, num_to_recompute(rule.candidate_share, num_tokens, num_candidates))
+        active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
     asked = probe_layers(rule, checks, costs.num_layers) if checks[-1].ratio < 1 else ()
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):

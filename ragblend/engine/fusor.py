@@ -308,7 +308,7 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif first.ratio > 0:
         # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
-        share = num_to_recompute(plan.rule.candidate_share, plan.num_chunk_tokens, len(rows))
+        share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
         active[_most_attended(plan, known, rows, max(count, share))] = True
     return active.nonzero().flatten()
 

@@ -371,7 +371,9 @@ def test_a_rules_floor_is_its_check_and_its_probe() -> None:
     assert floor_of(RULES["first_k"], costs) == pytest.approx(1 / 1000)
     # Every token in layer 0, its K and V at layer 1, then one token in 31 layers.
     assert floor_of(RULES["cacheblend"], costs) == pytest.approx((1000 + 100 + 31) / 32_000)
-    assert floor_of(RULES["repair"], costs) == pytest.approx((400 + 40 + 30 + 31) / 32_000)
+    # Twelve candidates for the one token, and the question at layer 1.
+    assert floor_of(RULES["repair"], costs) == pytest.approx((12 + 1.2 + 30 + 31) / 32_000)
+    assert charge(RULES["repair"], 0.1, costs) == pytest.approx((600 + 60 + 30 + 31 * 100) / 32_000)
 
 
 # -- records to rows
