@@ -203,37 +203,42 @@ def _plot_over_load(axes: Any, facts: Mapping[str, Any]) -> None:
     axes.legend(fontsize="small")
 
 
-_RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+_RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
 _MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
 
 
 def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
-    """Write three panels of `bench quality` over the recompute ratio, a line per rule: exact match of all questions,
-    of those that need an earlier chunk (bars are 95 % intervals), and the first token's KL to full prefill."""
+    """Write three panels of `bench quality` over the budget charged in a model of 32 layers, a line per rule: exact
+    match of all questions and of those that need an earlier chunk, and the first token's KL to full prefill of the
+    latter. Bars are 95 % intervals."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    figure = Figure(figsize=(15, 5), layout="constrained")
     FigureCanvasAgg(figure)
     runs = [run for run in facts["runs"] if run["prefix_precompute"]]
-    everything, references, divergence = figure.subplots(1, 3)
-    _plot_exact_match(everything, [run for run in runs if run["kind"] == "all"], "all questions")
+    total = [run for run in runs if run["kind"] == "all"]
     refers = [run for run in runs if run["kind"] == "references"]
+    everything, references, divergence = figure.subplots(1, 3)
+    _plot_measure(everything, total, "exact_match", "exact match, all questions")
     if refers:
-        _plot_exact_match(references, refers, "questions that need an earlier chunk")
-    _plot_divergence(divergence, [run for run in runs if run["kind"] == "all"])
+        _plot_measure(references, refers, "exact_match", "exact match, questions that need an earlier chunk")
+    _plot_measure(divergence, refers or total, "first_token_kl", "KL(full || mode) of the first token, nats, the same")
+    for axes in (everything, references):
+        axes.set_ylim(0, 1.02)
+    divergence.set_yscale("log")
     for axes in (everything, references, divergence):
         axes.set_xscale("function", functions=(_root, _square))
-        ratios = sorted({run["ratio"] for run in runs})
-        axes.set_xticks(ratios, [f"{ratio * 100:g}" for ratio in ratios], fontsize="small", rotation=45)
-        axes.set_xlabel("recompute ratio, % of chunk tokens (0 = full reuse)")
+        axes.set_xlim(0, 0.32)
+        shares = (0, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3)
+        axes.set_xticks(shares, [f"{share * 100:g}" for share in shares], fontsize="small")
+        axes.set_xlabel("charged budget at 32 layers, % (0 = full reuse)")
         axes.grid(alpha=0.3)
     everything.legend(fontsize="small", loc="lower right")
-    total = next(run for run in runs if run["kind"] == "all")
     figure.suptitle(
-        f"{facts['model']} float32, {total['num_questions']} questions over {total['num_chunks']:.0f} chunks, "
-        f"{total['context_tokens']:.0f} tokens of context",
+        f"{facts['model']} float32, {total[0]['num_questions']} questions over {total[0]['num_chunks']:.0f} chunks, "
+        f"{total[0]['context_tokens']:.0f} tokens of context",
         fontsize="medium",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -284,41 +289,35 @@ def _plot_points(
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Blend runs by rule, ascending ratio; full reuse is every rule's ratio 0."""
+    """Blend runs by rule, ascending budget; full reuse is every rule's budget 0."""
     reuse = [run for run in runs if run["mode"] == "reuse"]
     rules = dict.fromkeys(run["rule"] for run in runs if run["mode"] == "blend")
     return {
-        rule: sorted([*reuse, *(run for run in runs if run["rule"] == rule)], key=lambda run: float(run["ratio"]))
+        rule: sorted(
+            [*reuse, *(run for run in runs if run["rule"] == rule)], key=lambda run: float(run["charged_budget_32"])
+        )
         for rule in rules
     }
 
 
-def _plot_exact_match(axes: Any, runs: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Exact match over the ratio, with the shares of full prefill, full reuse and guessing as levels."""
+def _plot_measure(axes: Any, runs: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
+    """A share or a KL over the charged budget, with the levels of full prefill (for a KL: of its rounding), full reuse
+    and, for a share, guessing. A KL that is 0 up to rounding has no point."""
+    is_share = name == "exact_match"
     for colour, (rule, curve) in zip(itertools.cycle(_RULE_COLOURS), _curves(runs).items(), strict=False):
-        shares = [run["exact_match"] for run in curve]
-        below = [run["exact_match"] - run["exact_match_low"] for run in curve]
-        above = [run["exact_match_high"] - run["exact_match"] for run in curve]
-        ratios = [run["ratio"] for run in curve]
-        axes.errorbar(ratios, shares, [below, above], label=rule, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
-    for mode in ("full", "reuse"):
-        level = next(run["exact_match"] for run in runs if run["mode"] == mode)
-        axes.axhline(level, color=_COLOURS[mode], ls="--", lw=1, label=mode)
-    axes.axhline(runs[0]["guess"], color="black", ls=":", lw=1, label="guess")
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("exact match")
+        shown = [run for run in curve if is_share or run[name] > _MIN_KL]
+        values = [run[name] for run in shown]
+        below = [max(0.0, run[name] - run[f"{name}_low"]) for run in shown]  # rounding, at 1
+        above = [max(0.0, run[f"{name}_high"] - run[name]) for run in shown]
+        budgets = [run["charged_budget_32"] for run in shown]
+        axes.errorbar(budgets, values, [below, above], label=rule, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
+    for run in (run for run in runs if run["mode"] in ("full", "reuse") and (is_share or run[name] > _MIN_KL)):
+        label = run["mode"] if run["dtype"] == "float32" else f"{run['mode']} {run['dtype']}"
+        style = "--" if run["dtype"] == "float32" else "-."
+        axes.axhline(run[name], color=_COLOURS[run["mode"]], ls=style, lw=1, label=label)
+    if is_share:
+        axes.axhline(runs[0]["guess"], color="black", ls=":", lw=1, label="guess")
     axes.set_title(title, fontsize="medium")
-
-
-def _plot_divergence(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    """KL of the first token over the ratio; where it is 0 up to rounding there is no point."""
-    for colour, (rule, curve) in zip(itertools.cycle(_RULE_COLOURS), _curves(runs).items(), strict=False):
-        shown = [run for run in curve if run["first_token_kl"] > _MIN_KL]
-        ratios = [run["ratio"] for run in shown]
-        axes.plot(ratios, [run["first_token_kl"] for run in shown], label=rule, color=colour, marker="o", ms=3, lw=1.2)
-    axes.set_yscale("log")
-    axes.set_ylabel("KL(full || mode) of the first token, nats")
-    axes.set_title("all questions", fontsize="medium")
 
 
 def _root(values: Any) -> Any:

@@ -155,6 +155,9 @@ class TtftRun:
     load_s: float  # reading and placing stored KV, overlapped with fusing where it comes from disk
     stall_s: float  # the part of it that fusing had to wait for
     fuse_s: float
+    probe_s: float  # the part of fuse_s until a rule that asks the question knows its attention
+    select_s: float  # the part of fuse_s in which candidates are measured, scored and chosen at the check
+    select_share: float  # (probe_s + select_s) / ttft_s; in the table "asking"
     speedup: float | None  # full prefill's median TTFT over this one's; None where full was not run
     speedup_cpu: float | None  # the same of processor time
     limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, and each the same time
@@ -315,6 +318,9 @@ def summarise(samples: dict[Case, list[Sample]]) -> tuple[TtftRun, ...]:
                 load_s=_median([report.load_s for report in reports]),
                 stall_s=_median([report.stall_s for report in reports]),
                 fuse_s=_median([report.fuse_s for report in reports]),
+                probe_s=_median([report.probe_s for report in reports]),
+                select_s=_median([report.select_s for report in reports]),
+                select_share=_median([(report.probe_s + report.select_s) / report.ttft_s for report in reports]),
                 speedup=full_s / _median(times_s) if full_s is not None else None,
                 speedup_cpu=full_cpu_s / cpu_s if full_cpu_s is not None and cpu_s else None,
                 limit=1 / budget if budget else None,
@@ -334,12 +340,12 @@ def table_lines(result: TtftResult) -> list[str]:
         f"tokens + {config.question_tokens} question tokens, {result.prompt_tokens} in all, KV from {config.tier}; "
         f"medians of {result.runs[0].num_samples}",
         f"{'mode':<7}{'rule':<19}{'ratio':>5}{'charged':>8}{'TTFT s':>8}{'min':>7}{'max':>7}{'load s':>7}"
-        f"{'fuse s':>7}{'speedup':>8}{'limit':>7}{'cpu s':>7}{'GiB':>5}",
+        f"{'fuse s':>7}{'asking':>7}{'speedup':>8}{'limit':>7}{'cpu s':>7}{'GiB':>5}",
     ]
     for run in result.runs:
         lines.append(
             f"{run.mode:<7}{run.rule:<19}{run.ratio:>5.2f}{run.charged_budget:>8.3f}{run.ttft_s:>8.3f}"
-            f"{run.ttft_min_s:>7.2f}{run.ttft_max_s:>7.2f}{run.load_s:>7.3f}{run.fuse_s:>7.2f}"
+            f"{run.ttft_min_s:>7.2f}{run.ttft_max_s:>7.2f}{run.load_s:>7.3f}{run.fuse_s:>7.2f}{run.select_share:>7.1%}"
             f"{_times(run.speedup):>8}{_times(run.limit):>7}{run.cpu_s:>7.2f}{run.peak_rss_bytes / (1 << 30):>5.1f}"
         )
     return lines

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ from ragblend.demo.tokenizer import (
 class Case(NamedTuple):
     """One held-out question: the prompt's segments as ids (prefix, then chunks), the suffix and the answer's ids.
 
-    `texts` are the chunks and `system` the system text that the segments were made of."""
+    `texts` are the chunks and `system` the system text that the segments were made of. `opens_run` says of each chunk
+    whether it can stand without those before it, so that the runs may change places."""
 
     question: Question
     segments: list[list[int]]
@@ -49,6 +50,7 @@ class Case(NamedTuple):
     answer: list[int]
     texts: tuple[str, ...] = ()
     system: str | None = None
+    opens_run: tuple[bool, ...] = ()
 
     @property
     def num_context_tokens(self) -> int:
@@ -65,25 +67,34 @@ class Setting(NamedTuple):
 
 
 def make_cases(
-    tokenizer: Tokenizer, per_kind: int, setting: Setting, seed: int, kinds: Sequence[str] = KINDS
+    tokenizer: Tokenizer,
+    per_kind: int | Mapping[str, int],
+    setting: Setting,
+    seed: int,
+    kinds: Sequence[str] = KINDS,
+    keep: Callable[[Question], bool] = lambda question: True,
 ) -> list[Case]:
-    """`per_kind` questions of every kind, all whose answer other values compete with, at most two from one story."""
+    """`per_kind` questions of every kind, all whose answer other values compete with, at most two from one story.
+
+    A mapping says how many of which kinds; `keep` says which questions may be asked at all."""
     rng = random.Random(seed)
-    cases: dict[str, list[Case]] = {kind: [] for kind in kinds}
-    while any(len(found) < per_kind for found in cases.values()):
+    wanted = per_kind if isinstance(per_kind, Mapping) else dict.fromkeys(kinds, per_kind)
+    cases: dict[str, list[Case]] = {kind: [] for kind in wanted}
+    while any(len(found) < wanted[kind] for kind, found in cases.items()):
         story = tell(rng, story_plan(rng, setting), "test")
         system = rng.choice(SYSTEM_TEXTS) if setting.system else None
         segments = _segments(tokenizer, story, system)
         if not 0.8 < sum(map(len, segments)) / setting.num_tokens < 1.2:
             continue
-        asked = [q for q in all_questions(rng, story, "test") if q.competing and q.guess < 1]
-        for kind in kinds:
+        asked = [q for q in all_questions(rng, story, "test") if q.competing and q.guess < 1 and keep(q)]
+        for kind in wanted:
             options = [question for question in asked if question.kind == kind]
-            for question in rng.sample(options, min(len(options), 2, per_kind - len(cases[kind]))):
+            for question in rng.sample(options, min(len(options), 2, wanted[kind] - len(cases[kind]))):
                 suffix = [token_id(tokenizer, QUESTION), *encode(tokenizer, question.text)]
                 suffix.append(token_id(tokenizer, ANSWER))
                 answer = [*encode(tokenizer, question.answer), token_id(tokenizer, EOS)]
-                cases[kind].append(Case(question, segments, suffix, answer, tuple(story.chunks), system))
+                told = Case(question, segments, suffix, answer, tuple(story.chunks), system, tuple(story.opens_run))
+                cases[kind].append(told)
     return [case for found in cases.values() for case in found]
 
 

@@ -149,6 +149,7 @@ class Fused:
     probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, what the probe found
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
+    select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
 
 class Run(NamedTuple):
@@ -230,6 +231,7 @@ def fuse_steps(
         probe.seconds if probe is not None else 0.0,
         known.attention,
         known.deviation,
+        known.select_s,
     )
 
 
@@ -244,6 +246,7 @@ class _Known:
     attention: Tensor | None = None  # float32, once the question was run ahead
     queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
+    select_s: float = 0.0  # seconds at the checks
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
@@ -367,7 +370,7 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif first.ratio > 0:
         # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
-        share = num_to_recompute(plan.rule.candidate_share, plan.num_chunk_tokens, len(rows))
+        share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
         active[_most_attended(plan, known, rows, max(count, share))] = True
     return active.nonzero().flatten()
 
@@ -393,6 +396,7 @@ def _check(
     known: _Known,
 ) -> tuple[Tensor, int]:
     """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    start_s = perf_counter()
     candidate = known.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
@@ -413,6 +417,7 @@ def _check(
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True
+    known.select_s += perf_counter() - start_s
     return goes_on.nonzero().flatten(), len(rows)
 
 
@@ -488,6 +493,7 @@ def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[K
     return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
 
 
+@torch.inference_mode()
 def _drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
     """Run steps to their end, for what they return."""
     output: Tensor | None = None

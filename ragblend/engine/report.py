@@ -47,6 +47,7 @@ class BlendReport:
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0
     probe_s: float = 0.0  # until the rule knew the question's attention: part of fuse_s, and of stall_s while loading
+    select_s: float = 0.0  # measuring candidates at the check, scoring and choosing them: part of fuse_s
     decode_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -108,8 +108,17 @@ class Rule:
     gradual: bool = False  # filters again at every layer after the check layer
     needs_attention: bool = False  # runs the question ahead, over stale KV, to see what it attends to
     attention_depth: tuple[float, float] | None = None  # read there, as shares of the depth; None: at the check layers
-    candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer
+    candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer, ...
+    candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
+
+    def candidates(self, ratio: float) -> float:
+        """Share of the chunk tokens that run up to the first check layer to choose `ratio` of them.
+
+        >>> [round(RULES["repair"].candidates(ratio), 2) for ratio in (0.02, 0.05, 0.15, 1.0)]
+        [0.24, 0.6, 0.6, 1.0]
+        """
+        return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -125,19 +134,22 @@ RULES: dict[str, Rule] = {
         Rule("cacheblend", cacheblend, needs_deviation=True),
         Rule("cacheblend_gradual", cacheblend, needs_deviation=True, gradual=True),
         Rule("cacheblend_k", cacheblend_k, needs_deviation=True),
-        Rule("repair", repair, True, needs_attention=True, candidate_share=0.4, skips_separators=True),
+        Rule(
+            "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
+            skips_separators=True,
+        ),
         Rule("attention_k", attention_k, True, needs_attention=True, candidate_share=0.4, skips_separators=True),
         Rule("attention", attention, False, needs_attention=True, attention_depth=(0.2, 0.8), skips_separators=True),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),
     )
-}
+}  # fmt: skip
 
-# Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json): `repair` at 5 %
-# answers as many right as `cacheblend_k` at 15 % (.949 of full prefill's .957), for 0.15 of the token-layers instead of
-# 0.32 (0.07 instead of 0.18 at 32 layers). `attention_k` comes close; smoothing scores over neighbours, forcing the
-# first tokens of chunks and sums of ranks were worse.
+# Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json). Its candidates
+# were chosen, and others tried in its place, on questions of another part (`scripts/selection_experiments.py`): spans,
+# forced first or last tokens, V or K+V deviation, sums of ranks, checks at every layer and a shift of the values of
+# tokens that are not recomputed were worse or no better. `attention_k` comes close, `attention` does not.
 # A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
 AUTO = "repair"
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
@@ -242,13 +254,13 @@ def probe_pays(
     as the recompute itself: with that compute `cacheblend_k` would recompute twice the tokens, and it is further from
     full prefill then (demo model, first-token KL on reference questions, 5 to 10 %).
 
-    >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (220, 221)]
+    >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
     [True, False]
     """
     layers = probe_layers(rule, checks, num_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
-    saved = max(0.0, num_candidates - rule.candidate_share * num_chunk_tokens) * checks[0].layer
+    saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
     return num_fresh * layers[-1] <= saved + checks[0].ratio * num_chunk_tokens * num_layers
 
 

@@ -327,6 +327,7 @@ class TransformersEngine:
             stall_s=loader.stall_s,
             fuse_s=perf_counter() - start_s - loader.stall_s,
             probe_s=result.probe_s,
+            select_s=result.select_s,
             num_prefix_tokens=num_resident,
         )
         report.predicted_agreement = request.predicted_agreement(report.recompute_ratio)

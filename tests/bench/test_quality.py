@@ -1,4 +1,5 @@
-"""Quality: the engine reads the declared format, measures are what they are called, rows add up, recall is recall."""
+"""Quality: the engine reads the declared format, measures are what they are called, budgets are met, rows add up,
+recall is recall."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ from ragblend.bench.quality import (
     find_break,
     run_quality,
 )
-from ragblend.bench.quality_cases import item_of, make_items
+from ragblend.bench.quality_budget import Costs, charge, costs_of, floor_of, ratio_for
+from ragblend.bench.quality_cases import item_of, make_items, part_of, reorder
+from ragblend.bench.quality_measures import distance, read, rouge_l, token_f1
+from ragblend.bench.quality_pairs import differences
 from ragblend.bench.quality_runs import (
     FULL,
+    MULTI_HOP_KINDS,
+    NOISE,
     REUSE,
     Configuration,
     Engines,
@@ -58,7 +64,7 @@ from ragblend.demo.model import load_shipped
 from ragblend.demo.questions import KINDS
 from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.engine import load_engine
-from ragblend.engine.selection import find_rule
+from ragblend.engine.selection import RULES, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.segments import Chunk
@@ -67,17 +73,25 @@ WEIGHTS = Path(__file__).parents[2] / "ragblend" / "demo" / "weights"
 CORPUS = Path(__file__).parents[2] / "data" / "demo-corpus"
 SMALL = QualityConfig(
     num_questions=14,
+    num_multi_hop=0,
+    part="any",
     num_chunks=4,
     context_tokens=100,
     rules=("cacheblend", "auto", "first_k"),
+    controls=("random",),
     ratios=(0.0, 0.15, 1.0),
+    budgets=(0.02, 0.2),
     off_share=0.5,
+    control_share=0.5,
+    noise_share=0.5,
+    order_share=0.5,
     lengths=False,
 )
 ROW_KEYS = {
-    "mode", "rule", "ratio", "prefix_precompute", "kind", "num_questions", "exact_match", "exact_match_low",
-    "exact_match_high", "guess", "first_token_kl", "top1_agreement", "right_to_wrong", "wrong_to_right",
-    "charged_budget", "charged_budget_32", "context_tokens", "num_chunks",
+    "mode", "rule", "ratio", "prefix_precompute", "budget", "dtype", "kind", "num_questions", "exact_match",
+    "exact_match_low", "exact_match_high", "guess", "first_token_kl", "top1_agreement", "answer_kl", "answer_kl_low",
+    "answer_kl_high", "answer_agreement", "token_f1", "rouge_l", "kv_deviation", "attention_deviation",
+    "right_to_wrong", "wrong_to_right", "charged_budget", "charged_budget_32", "context_tokens", "num_chunks",
 }  # fmt: skip
 
 
@@ -198,8 +212,168 @@ def test_a_context_beyond_the_models_is_refused(engine: TransformersEngine) -> N
 
 
 def test_configurations_run_reuse_once_and_name_what_auto_stands_for() -> None:
-    found = configurations(["auto", "random", find_rule("auto").name], [0.0, 0.5, 0.5])
-    assert found == [FULL, REUSE, ("blend", find_rule("auto").name, 0.5, True), ("blend", "random", 0.5, True)]
+    auto = find_rule("auto").name
+    found = configurations(["auto", "random", auto], [0.0, 0.5, 0.5], [0.1])
+    halves = [Configuration("blend", rule, 0.5) for rule in (auto, "random")]
+    assert found == [
+        FULL,
+        REUSE,
+        *halves,
+        *(Configuration("blend", rule, 0.0, budget=0.1) for rule in (auto, "random")),
+    ]
+
+
+def test_a_question_is_to_report_or_to_select_by_and_its_answer_in_one_part_only(engine: TransformersEngine) -> None:
+    reported, selection = (
+        make_items(engine, Setting(4, 120), 14, 0.0, 0, num_multi_hop=6, part=part)  # type: ignore[arg-type]
+        for part in ("reported", "selection")
+    )
+    for made in (reported, selection):
+        counts = {kind: sum(item.kind == kind for item in made) for kind in KINDS}
+        assert counts == {kind: 2 + 2 * (kind in MULTI_HOP_KINDS) for kind in KINDS}
+    cases = make_cases(build_tokenizer(), 20, Setting(4, 120), seed=1, kinds=("cross_ref",))
+    parts = [part_of(case.question) for case in cases]
+    assert set(parts) == {"reported", "selection"}
+    assert parts.count("reported") > parts.count("selection")
+    twins = {(case.question.subject.key, case.question.answer): part for case, part in zip(cases, parts, strict=True)}
+    assert all(twins[c.question.subject.key, c.question.answer] == part_of(c.question) for c in cases)
+
+
+def test_another_order_keeps_runs_whole_and_the_answer_too(engine: TransformersEngine) -> None:
+    cases = make_cases(build_tokenizer(), 4, Setting(6, 160), seed=9, kinds=("cross_ref", "two_hop_ref"))
+    model, kept = load_shipped(WEIGHTS), 0
+    for case in cases:
+        texts = reorder(case)
+        assert texts is not None
+        assert texts != case.texts
+        assert sorted(texts) == sorted(case.texts)
+        for before, opens, text in zip(case.texts, case.opens_run[1:], case.texts[1:], strict=False):
+            if not opens:
+                assert texts.index(text) == texts.index(before) + 1
+        item = item_of(case)
+        assert item.reordered is not None
+        answers = [answer(engine, request_for(engine, p), FULL).text for p in (item.prompt, item.reordered)]
+        kept += answers[0] == answers[1]
+        assert answers[0] == item.answer or not is_right(model, case)
+    assert kept >= len(cases) - 1
+
+
+def is_right(model: Any, case: Any) -> bool:
+    return bool(full_logits(model, case).argmax(-1).tolist() == case.answer)
+
+
+# -- distances over the whole answer
+
+
+def test_an_answer_read_over_full_kv_is_predicted_as_the_models_own_forward_does(engine: TransformersEngine) -> None:
+    model = load_shipped(WEIGHTS)
+    for case in make_cases(build_tokenizer(), 1, Setting(4, 120), seed=5):
+        request = request_for(engine, item_of(case).prompt)
+        found = answer(engine, request, FULL)
+        seen = read(engine, request.prompt, found.fused, case.answer)
+        torch.testing.assert_close(seen.log_probs, full_logits(model, case).double().log_softmax(-1), atol=1e-3, rtol=0)
+        assert seen.log_probs.argmax(-1).tolist() == list(found.token_ids) or list(found.token_ids) != case.answer
+
+
+def test_distances_are_none_of_full_prefill_and_those_of_reuse_are_computed_by_hand(
+    engine: TransformersEngine, items: list[Item]
+) -> None:
+    item = next(item for item in items if item.kind == "two_hop_ref")
+    stored = behind_prefix(engine, item)
+    records, full = run_item(stored, item, [FULL, REUSE, Configuration("blend", "cacheblend", 1.0)])
+    exact, reuse, blend = records.values()
+    layers = range(engine.layers.num_layers)
+    assert exact.kv_deviation == exact.attention_deviation == tuple(0.0 for _ in layers)
+    assert max(*blend.kv_deviation, *blend.attention_deviation, blend.answer_kl) < 1e-5
+    request = request_for(stored, item.prompt)
+    fused = answer(stored, request, REUSE).fused
+    start, end = request.prompt.chunk_segments[0].start, request.prompt.chunk_segments[-1].end
+    for layer, deviation in enumerate(reuse.kv_deviation):
+        squares = [
+            [(a[:, start:end] - b[:, start:end]).square().sum() for a, b in zip(mine, theirs, strict=True)]
+            for mine, theirs in (
+                ((fused.keys(layer), fused.values(layer)), (full.fused.keys(layer), full.fused.values(layer))),
+                ((full.fused.keys(layer), full.fused.values(layer)), (torch.zeros(()).expand(1, end, 1),) * 2),
+            )
+        ]
+        assert deviation == pytest.approx(float((sum(squares[0]) / sum(squares[1])).sqrt()), rel=1e-4, abs=1e-6)
+    # Stored layer-0 KV is exact; from layer 1 on reuse is off, and so is what the question attends to.
+    assert reuse.kv_deviation[0] < 1e-5 < min(reuse.kv_deviation[1:])
+    assert reuse.attention_deviation[0] < 1e-5 < min(reuse.attention_deviation[1:])
+
+
+def test_the_first_token_of_the_answer_read_is_the_first_token_answered(
+    engine: TransformersEngine, items: list[Item]
+) -> None:
+    for item in items:
+        stored = behind_prefix(engine, item)
+        _, full = run_item(stored, item, [])
+        request = request_for(stored, item.prompt)
+        for configuration in (REUSE, Configuration("blend", "auto", 0.1)):
+            found = answer(stored, request, configuration)
+            seen = read(stored, request.prompt, found.fused, full.token_ids)
+            torch.testing.assert_close(seen.log_probs[0], found.log_probs, atol=1e-4, rtol=0)
+            far = distance(request.prompt, found.fused, seen, full.fused, seen)
+            assert (far.kl, far.agreement) == (0.0, 1.0)
+
+
+def test_what_is_told_of_an_answer_does_not_depend_on_the_shortcut(
+    engine: TransformersEngine, items: list[Item]
+) -> None:
+    for item in items:
+        stored = behind_prefix(engine, item)
+        chosen = [REUSE, Configuration("blend", "random", 0.3), Configuration("blend", "auto", 0.15)]
+        records, _ = run_item(stored, item, chosen)
+        for configuration in chosen:
+            assert records[configuration].text == answer(stored, request_for(stored, item.prompt), configuration).text
+
+
+def test_token_f1_and_rouge_agree_where_they_must() -> None:
+    assert token_f1("not stated", "not stated") == 1.0
+    assert token_f1("blue", "not stated") == 0.0
+    assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
+    pytest.importorskip("rouge_score")
+    assert rouge_l("not stated", "not stated") == 1.0
+    assert rouge_l("b a", "a b") == pytest.approx(0.5)  # in order only, unlike F1
+    assert token_f1("b a", "a b") == 1.0
+
+
+# -- budgets
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_charges_are_those_that_the_engine_reports(engine: TransformersEngine, items: list[Item], rule: str) -> None:
+    for item in items[:3]:
+        for stored in (behind_prefix(engine, item), Engines(engine).behind(())):
+            for chunk in item.prompt.chunks:
+                stored.precompute(chunk)
+            request = request_for(stored, item.prompt)
+            for ratio in (0.01, 0.1, 0.5, 0.9, 1.0):
+                reported = answer(stored, request, Configuration("blend", rule, ratio)).report.charged_budget_32
+                assert charge(RULES[rule], ratio, costs_of(stored, request.prompt)) == pytest.approx(reported)
+
+
+def test_a_budget_is_met_within_half_a_token(engine: TransformersEngine, items: list[Item]) -> None:
+    for item in items[:3]:
+        stored = behind_prefix(engine, item)
+        for chunk in item.prompt.chunks:
+            stored.precompute(chunk)
+        request = request_for(stored, item.prompt)
+        costs = costs_of(stored, request.prompt)
+        for rule in ("auto", "cacheblend", "first_k"):
+            found = answer(stored, request, Configuration("blend", rule, 0.0, budget=0.2)).report
+            assert abs(found.charged_budget_32 - 0.2) <= 0.5 / costs.num_chunk_tokens
+            assert found.recompute_ratio == ratio_for(find_rule(rule), 0.2, costs) > 0
+
+
+def test_a_rules_floor_is_its_check_and_its_probe() -> None:
+    costs = Costs(num_chunk_tokens=1000, num_candidates=1000, num_fresh=30, num_layers=5, kv_share=0.1)
+    assert floor_of(RULES["first_k"], costs) == pytest.approx(1 / 1000)
+    # Every token in layer 0, its K and V at layer 1, then one token in 31 layers.
+    assert floor_of(RULES["cacheblend"], costs) == pytest.approx((1000 + 100 + 31) / 32_000)
+    # Twelve candidates for the one token, and the question at layer 1.
+    assert floor_of(RULES["repair"], costs) == pytest.approx((12 + 1.2 + 30 + 31) / 32_000)
+    assert charge(RULES["repair"], 0.1, costs) == pytest.approx((600 + 60 + 30 + 31 * 100) / 32_000)
 
 
 # -- records to rows
@@ -216,7 +390,7 @@ def test_rows_are_means_and_counts_of_their_records() -> None:
         record("one_hop", True, False, 0.0, guess=0.3),
     ]
     rows = {row.kind: row for row in rows_of(REUSE, records)}
-    assert list(rows) == ["all", "references", "one_hop", "cross_ref", "two_hop_ref"]
+    assert list(rows) == ["all", "multi_hop", "references", "one_hop", "cross_ref", "two_hop_ref"]
     total = rows["all"]
     assert (total.num_questions, total.exact_match, total.first_token_kl) == (3, pytest.approx(2 / 3), 1.0)
     assert (total.right_to_wrong, total.wrong_to_right) == (1, 1)
@@ -225,6 +399,26 @@ def test_rows_are_means_and_counts_of_their_records() -> None:
     assert rows["one_hop"].wrong_to_right == 1
     assert total.exact_match_low < total.exact_match < total.exact_match_high
     assert total.first_token_kl_low <= 1.0 <= total.first_token_kl_high
+
+
+def test_differences_are_paired_and_at_equal_terms() -> None:
+    auto, other = (Configuration("blend", rule, 0.1) for rule in ("repair", "random"))
+    wide = Configuration("blend", "random", 0.2)
+    budget, of_few = auto._replace(ratio=0.0, budget=0.1), other._replace(ratio=0.0, budget=0.1)
+    noisy = [record("cross_ref", n % 2 == 0, True, float(n % 7)) for n in range(200)]
+    better = [record("cross_ref", n % 2 == 0 or n % 5 == 0, True, n % 7 + 0.5) for n in range(200)]
+    records = {auto: better, other: noisy, wide: noisy, budget: better, of_few: noisy[:50]}
+    found = differences(records, "repair", ["random"])
+    assert {(d.ratio, d.baseline_ratio, d.budget) for d in found} == {(0.1, 0.1, None), (0.1, 0.2, None)}
+    exact = next(d for d in found if (d.group, d.measure) == ("references", "exact"))
+    assert exact.mean == pytest.approx(0.1)
+    assert 0.05 < exact.low < 0.1 < exact.high < 0.15
+    kl_difference = next(d for d in found if (d.group, d.measure) == ("all", "first_token_kl"))
+    # The questions differ by up to 6, the rules always by the same half.
+    assert (kl_difference.mean, kl_difference.low, kl_difference.high) == (0.5, 0.5, 0.5)
+    assert kl_difference.excludes_zero
+    same = differences({auto: noisy, other: noisy}, "repair", ["random"])[0]
+    assert (same.mean, same.low, same.high, same.excludes_zero) == (0.0, 0.0, 0.0, False)
 
 
 def test_the_bootstrap_interval_shrinks_with_more_questions() -> None:
@@ -256,12 +450,23 @@ def test_a_break_is_an_interval_clear_of_the_other() -> None:
 def test_rows_per_kind_add_up(result: QualityResult) -> None:
     by_configuration: dict[Any, dict[str, Any]] = {}
     for row in result.rows:
-        by_configuration.setdefault((row.mode, row.rule, row.ratio, row.prefix_precompute), {})[row.kind] = row
-    assert len(by_configuration) == 2 + 3 * 2 + 1 + 3 * 2  # full, reuse, blends; without the prefix no full
+        key = (
+            row.mode,
+            row.rule,
+            row.ratio if row.budget is None else 0.0,
+            row.prefix_precompute,
+            row.budget,
+            row.dtype,
+        )
+        by_configuration.setdefault(key, {})[row.kind] = row
+    # Full and reuse; three rules at two ratios, and at the budgets they meet (0.02 only first_k can); the control;
+    # bfloat16; without the prefix no full and no budgets.
+    assert len(by_configuration) == 2 + 3 * 2 + 4 + (2 + 2) + 1 + (1 + 3 * 2)
     for configuration, rows in by_configuration.items():
         total, kinds = rows["all"], [rows[kind] for kind in KINDS]
-        assert total.num_questions == sum(row.num_questions for row in kinds) == (14 if configuration[3] else 7)
-        for name in ("exact_match", "first_token_kl", "top1_agreement", "guess"):
+        few = not configuration[3] or configuration[1] == "random" or configuration[5] == NOISE.dtype
+        assert total.num_questions == sum(row.num_questions for row in kinds) == (7 if few else 14)
+        for name in ("exact_match", "first_token_kl", "answer_kl", "token_f1", "top1_agreement", "guess"):
             mean = sum(getattr(row, name) * row.num_questions for row in kinds) / total.num_questions
             assert getattr(total, name) == pytest.approx(mean)
         for name in ("right_to_wrong", "wrong_to_right"):
@@ -273,7 +478,8 @@ def test_rows_per_kind_add_up(result: QualityResult) -> None:
 def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragblend.bench.quality.LENGTHS", ((100, 4), (256, 8)))
     monkeypatch.setattr("ragblend.bench.quality.LENGTH_SHARE", {100: 1.0, 256: 0.5})
-    config = replace(SMALL, num_questions=7, rules=("first_k",), ratios=(0.15,), lengths=True, length_questions=14)
+    small = replace(SMALL, controls=(), budgets=(), noise_share=0.0, order_share=0.0)
+    config = replace(small, num_questions=7, rules=("first_k",), ratios=(0.15,), lengths=True, length_questions=14)
     told: list[tuple[str, int, int | None]] = []
     found = run_quality(config, lambda *step: told.append(step))
     short, long = found.as_dict()["lengths"]
@@ -287,15 +493,38 @@ def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ratio_one_is_checked_for_every_question_and_rule(result: QualityResult) -> None:
-    assert (result.num_checked, result.num_different) == (3 * (14 + 7), 0)
-    assert "ratio 1.0 against full prefill: 63 answers, all the same" in stories_table(result)
+    assert (result.num_checked, result.num_different) == (3 * (14 + 7) + 7, 0)
+    assert "ratio 1.0 against full prefill: 70 answers, all the same" in stories_table(result)
     unchecked = replace(result, num_checked=0)
     assert any("not checked" in line for line in stories_table(unchecked))
     assert any("2 DIFFER" in line for line in stories_table(replace(result, num_different=2)))
 
 
+def test_a_budget_below_a_rules_floor_is_told_and_not_run(result: QualityResult) -> None:
+    assert {(unmet.rule, unmet.budget) for unmet in result.unmet} == {("cacheblend", 0.02), ("repair", 0.02)}
+    assert all(unmet.floor > unmet.budget for unmet in result.unmet)
+    for row in result.rows:
+        assert row.budget is None or row.rule not in ("cacheblend", "repair") or row.budget == 0.2
+        assert row.budget is None or row.charged_budget_32 == pytest.approx(row.budget, abs=0.006)
+    assert sum("n/a" in line for line in stories_table(result)) == 2
+
+
+def test_the_noise_floor_is_below_what_reuse_does(result: QualityResult) -> None:
+    totals = {(row.mode, row.dtype): row for row in result.rows if row.kind == "all" and row.prefix_precompute}
+    noise, reuse = totals["full", "bfloat16"], totals["reuse", "float32"]
+    assert 0 < noise.answer_kl < 0.05 < reuse.answer_kl
+    assert 0 < noise.kv_deviation[1] < 0.02 < reuse.kv_deviation[1]
+
+
+def test_two_orders_of_the_chunks_are_compared_answer_by_answer(result: QualityResult) -> None:
+    assert [order.rule for order in result.orders] == ["none", "none", "repair", "cacheblend", "cacheblend_k"]
+    for order in result.orders:
+        assert 1 <= order.num_questions <= 3  # half of the two per kind over several chunks
+        assert order.same_answer_low <= order.same_answer <= order.same_answer_high
+
+
 def test_the_same_seed_gives_the_same_rows() -> None:
-    small = replace(SMALL, num_questions=7, rules=("random",), ratios=(0.15,))
+    small = replace(SMALL, num_questions=7, rules=("random",), controls=(), ratios=(0.15,), noise_share=0.0)
     assert run_quality(small).rows == run_quality(small).rows
     assert run_quality(small).rows != run_quality(replace(small, seed=1)).rows
 
@@ -303,8 +532,11 @@ def test_the_same_seed_gives_the_same_rows() -> None:
 def test_the_json_object_has_the_documented_keys(result: QualityResult) -> None:
     facts = result.as_dict()
     assert json.loads(json.dumps(facts)) == facts
-    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (1, 0, find_rule("auto").name)
-    assert facts["command"].startswith("ragblend bench quality --model demo --num-questions 14 ")
+    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto").name)
+    assert facts["command"].startswith(
+        "ragblend bench quality --model demo --num-questions 14 --multi-hop 0 --part any "
+    )
+    assert {"group", "measure", "rule", "baseline", "mean", "low", "high", "excludes_zero"} <= set(facts["paired"][0])
     assert len(facts["fingerprint"]) >= 16
     assert facts["hardware"]["torch"]
     assert all(set(run) >= ROW_KEYS for run in facts["runs"])
@@ -351,7 +583,8 @@ def test_a_plot_without_reference_questions_is_drawn(result: QualityResult, tmp_
 @pytest.mark.parametrize(
     "changes",
     [{"num_questions": 0}, {"context_tokens": 50}, {"num_chunks": 3}, {"off_share": 1.5}, {"rules": ()},
-     {"rules": ("best",)}, {"ratios": (2.0,)}, {"system_share": -0.1}],
+     {"rules": ("best",)}, {"controls": ("best",)}, {"ratios": (2.0,)}, {"system_share": -0.1}, {"budgets": (0.0,)},
+     {"num_multi_hop": -1}, {"part": "best"}],
 )  # fmt: skip
 def test_bad_values_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -465,12 +698,5 @@ def test_a_corpus_without_questions_or_with_bad_ones_is_refused(tmp_path: Path) 
 
 
 def test_a_corpus_has_no_curve_to_plot(tmp_path: Path) -> None:
-    options: dict[str, Any] = dict.fromkeys(
-        ("model", "num_questions", "rules", "ratios", "k", "neighbours", "embedder")
-    )
-    stories = {"chunks": 6, "context_tokens": 256, "system_share": 0.5, "off_share": 0.2, "lengths": False}
     with pytest.raises(UsageError, match="--plot"):
-        bench_quality(
-            **options, **stories, length_questions=7, corpus=CORPUS, chunk_size=112, out=NOWHERE,
-            plot=tmp_path / "x.png", seed=0, echo=lambda line: None, progress=None,
-        )  # fmt: skip
+        bench_quality({}, {"corpus": CORPUS}, NOWHERE, tmp_path / "x.png", lambda line: None, None)

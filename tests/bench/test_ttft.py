@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 }
 RUN_KEYS = {
     "mode", "rule", "ratio", "charged_budget", "charged_budget_32", "ttft_s", "ttft_min_s", "ttft_max_s", "load_s",
-    "fuse_s", "speedup", "limit", "peak_rss_bytes",
+    "fuse_s", "probe_s", "select_s", "select_share", "speedup", "limit", "peak_rss_bytes",
 }  # fmt: skip
 
 

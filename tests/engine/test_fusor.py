@@ -307,7 +307,7 @@ def test_asking_the_question_agrees_with_the_independent_reference(family, rule,
     read = probe_layers(RULES[rule], (Check(1, 0.1),), 6)
     for ratio in RATIOS:
         shares = {0 if rule == "attention" else 1: ratio}
-        narrow = RULES[rule].candidate_share
+        narrow = RULES[rule].candidates(ratio)
         expected = reference.blend(prompt.reference_spans(), shares, rule, narrow, separators, read)
         assert expected.selected
         assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule, separators=separators), expected)
@@ -321,7 +321,7 @@ def test_asking_the_question_over_a_hole_agrees_with_the_reference(rule, ratio, 
     prompt.spans[2] = ("missing", prompt.spans[2][1])
     prompt.spans.insert(4, ("text", random_ids(4, 5)))
     shares, read = {0 if rule == "attention" else 1: ratio}, probe_layers(RULES[rule], (Check(1, 0.1),), 6)
-    narrow = RULES[rule].candidate_share
+    narrow = RULES[rule].candidates(ratio)
     expected = Reference(stock_model("qwen3")).blend(prompt.reference_spans(), shares, rule, narrow, (), read)
     assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, rule), expected)
 
@@ -330,7 +330,7 @@ def test_asking_the_question_over_a_hole_agrees_with_the_reference(rule, ratio, 
 def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_model, tiny_layers):
     prompt = make_prompt(23)
     shares, read = dict(checks), [check.layer for check in checks]
-    narrow = RULES["repair"].candidate_share
+    narrow = RULES["repair"].candidates(checks[0].ratio)
     expected = Reference(stock_model("qwen2")).blend(prompt.reference_spans(), shares, "repair", narrow, (), read)
     assert_same_blend(blend(tiny_layers("qwen2"), prompt, rule="repair", checks=checks), expected)
 
@@ -400,7 +400,7 @@ def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(ru
 
 def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):
     layers = tiny_layers("llama")
-    narrowed, kept, candidates = 30, 12, sum(CHUNKS[1:])  # ceil(0.4 * 74), ceil(0.15 * 74)
+    narrowed, kept, candidates = 45, 12, sum(CHUNKS[1:])  # ceil(0.6 * 74), ceil(0.15 * 74)
     result = blend(layers, make_prompt(26), 0.15, "repair").result
     check = QUESTION + narrowed * layers.kv_share
     assert result.rows_per_layer == pytest.approx([narrowed, kept + check, kept, kept, kept, kept])
