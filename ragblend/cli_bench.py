@@ -153,6 +153,44 @@ def bench_throughput(
     print_json(facts)
 
 
+@bench_app.command("ingest")
+def bench_ingest(
+    shape: Annotated[str | None, typer.Option("--shape", help="Random weights: llama-50m (the default), ...")] = None,
+    model: ModelOption = None,
+    chunks: Annotated[int, typer.Option("--chunks")] = 16,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    dtype: Annotated[str, typer.Option("--dtype")] = "float32",
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Rounds of both, alternating.")] = 3,
+    store: Annotated[Path | None, typer.Option("--store", help="Directory of the store; a temporary one.")] = None,
+    backend: Annotated[str, typer.Option("--backend", help="vllm, in this process.")] = "vllm",
+    vllm_options: VllmOptions = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    json_: JsonOption = False,
+) -> None:
+    """Tokens per second of ingestion against the engine's own prefill of the same chunks, in alternating rounds."""
+    if backend != "vllm":
+        raise UsageError(f"backend is {backend!r}; choose --backend vllm")
+    use_threads(threads)
+    quiet_libraries()
+    from ragblend.bench.ingest_vllm import bench_ingest_vllm as run
+
+    facts = run(
+        shape=shape,
+        model=model,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        dtype=dtype,
+        threads=threads,
+        repeats=repeats,
+        store=store,
+        vllm_options=json_object(vllm_options, "--vllm-options"),
+        seed=seed,
+        echo=(lambda line: err.print(line, markup=False)) if json_ else (lambda line: out.print(line, markup=False)),
+    )
+    print_json(facts)
+
+
 @bench_app.command("quality")
 def bench_quality(
     model: ModelOption = None,
