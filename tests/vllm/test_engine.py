@@ -101,7 +101,10 @@ def test_a_forgotten_chunk_is_a_miss_until_it_is_precomputed_again(engine: Any) 
 
 
 def test_stop_strings_and_limits(engine: Any) -> None:
-    assert engine.generate(PROMPT, max_tokens=8, stop=["port"]).text == "Kin"
+    stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
+    assert stopped.text == "Kin"
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
+        assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
     answer = engine.generate(PROMPT, max_tokens=1)
     assert len(answer.token_ids) == 1
     with pytest.raises(PromptTooLongError, match="1024"):
