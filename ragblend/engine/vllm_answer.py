@@ -41,7 +41,7 @@ from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStr
 
 log = logging.getLogger(__name__)
 
-_INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
+INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class VllmBase(ABC):
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, in order, several on their way at once."""
-        with ThreadPoolExecutor(_INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+        with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
             try:
                 yield from pool.map(self.precompute, chunks)
             finally:

@@ -5,8 +5,8 @@
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
 
 Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
-vLLM sends a completion's `kv_transfer_params` only when it does not stream; for requests that carry ours, a stream here
-ends with one more event that has them.
+vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
+requests that carry ours, a stream here ends with one more event that has them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000  # per request
+_ASK_S = 10.0  # longest wait for the workers, which answer between two steps
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -133,15 +134,20 @@ def report_in_streams(serving: Any) -> None:
         if asked is None:
             return original(request, inputs, results, request_id, *rest, **more)
         found: dict[str, Any] = {}
+        names: set[str] = set()
 
         async def watched() -> AsyncIterator[Any]:
             async for index, result in results:
+                names.add(result.request_id)
                 found.update(getattr(result, "kv_transfer_params", None) or {})
                 yield index, result
 
         async def events() -> AsyncIterator[str]:
             async for event in original(request, inputs, watched(), request_id, *rest, **more):
-                if found and event.startswith("data: [DONE]"):
+                done = event.startswith("data: [DONE]")
+                if done and not found and len(names) == 1:  # a stop string ended it, and vLLM has dropped the report
+                    found.update(await workers_report(serving, names.pop()))
+                if done and found:
                     last = {"id": request_id, "object": "text_completion", "choices": [], "kv_transfer_params": found}
                     yield f"data: {json.dumps(last)}\n\n"
                 yield event
@@ -149,3 +155,13 @@ def report_in_streams(serving: Any) -> None:
         return events()
 
     serving.completion_stream_generator = with_report
+
+
+async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
+    """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
+    try:
+        reports = await serving.engine_client.collective_rpc("ragblend_report", timeout=_ASK_S, args=(request_id,))
+    except Exception as error:  # the answer is complete without it
+        log.warning("no report on %s: %s", request_id, error)
+        return {}
+    return {PARAMS_KEY: reports[0]} if reports and reports[0] else {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # noqa: E402
 )
 
 log = logging.getLogger(__name__)
+
+_REPORTS_KEPT = 1024  # for requests that a stop string ends; see vllm_extension
 
 COUNTERS = {
     "requests": "Requests that asked for ragblend",
@@ -170,6 +173,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, VllmReport] = {}
+        self._told: OrderedDict[str, VllmReport] = OrderedDict()
         if self._is_scheduler:
             # What the remote tier has sent is there a second time, so nothing here waits for the disk.
             local = self.config.open_local(fsync=False)
@@ -447,9 +451,18 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _collect(self, finished: Sequence[Finished]) -> None:
         for job, report, failed in finished:
             self._finished.add(job.request_id)
-            self._reports[job.request_id] = report
+            self._reports[job.request_id] = self._told[job.request_id] = report
+            if len(self._told) > _REPORTS_KEPT:
+                self._told.popitem(last=False)
             if failed:
                 self._failed_blocks.update(job.block_ids)
+
+    def report_of(self, request_id: str) -> VllmReport | None:
+        """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
+        for known, report in reversed(self._told.items()):
+            if known == request_id or known.rpartition("-")[0] == request_id:
+                return report
+        return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Reports of the jobs that ended in this step."""

@@ -6,6 +6,7 @@ Knows vLLM's engine by its arguments and outputs. The connector does the blendin
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import tempfile
@@ -20,10 +21,12 @@ from ragblend.engine.kv import DTYPES
 from ragblend.engine.store import kv_dtype_of
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_config import ConnectorConfig
-from ragblend.engine.vllm_launch import Checkpoint, environment, is_cuda, kv_memory_bytes
-from ragblend.engine.vllm_params import report_from
+from ragblend.engine.vllm_launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm_params import PARAMS_KEY, VllmReport, report_from
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter
+
+log = logging.getLogger(__name__)
 
 _YIELD_S = 0.0005  # after a step without a token: threads that load and fetch may be what it waits for
 _OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
@@ -120,6 +123,7 @@ def start_vllm(
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
         "kv_transfer_config": KVTransferConfig(**transfer),
+        "worker_extension_cls": EXTENSION,
         **options,
     }
     if not is_cuda():
@@ -174,6 +178,7 @@ class _Loop:
         self._engine = engine
         self._commands: queue.SimpleQueue[_Add | _Abort | _Reset | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
+        self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # nothing is queued once the loop has ended
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
@@ -229,6 +234,7 @@ class _Loop:
             if command is None:
                 return False
             if isinstance(command, _Abort):
+                self._may_stop.discard(command.request_id)
                 if self._answers.pop(command.request_id, None) is not None:
                     self._engine.abort_request([command.request_id])
                 continue
@@ -257,14 +263,28 @@ class _Loop:
         )
         self._engine.add_request(command.request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
         self._answers[command.request_id] = command.answers
+        if request.stop:
+            self._may_stop.add(command.request_id)
 
     def _hand_out(self, output: Any) -> None:
+        may_stop = output.request_id in self._may_stop
+        self._may_stop.discard(output.request_id)
         answers = self._answers.get(output.request_id)
         if answers is None:
             return  # aborted in the meantime
         (completion,) = output.outputs
         report = report_from(getattr(output, "kv_transfer_params", None))
+        if report is None and may_stop:
+            report = self._early_report(output.request_id)
         cached = output.num_cached_tokens or 0
         answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report, cached))
         if output.finished:
             del self._answers[output.request_id]
+
+    def _early_report(self, request_id: str) -> VllmReport | None:
+        """The report as the workers have it; None when they had nothing to do, or know no such question."""
+        try:
+            return report_from({PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]})
+        except Exception as error:  # somebody's own worker_extension_cls, or another release: counts are missing then
+            log.debug("no report on %s: %s", request_id, error)
+            return None

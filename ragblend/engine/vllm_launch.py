@@ -26,6 +26,7 @@ CONNECTOR = "BlendConnector"
 CONNECTOR_MODULE = "ragblend.engine.vllm_connector"
 PLUGIN = "ragblend"
 PLUGIN_GROUP = "vllm.general_plugins"
+EXTENSION = "ragblend.engine.vllm_extension.BlendWorkerExtension"
 MIDDLEWARE = "ragblend.engine.vllm_api.BlendMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
@@ -205,6 +206,8 @@ def server_command(
     command = [python, "-m", SERVER_MODULE, "--model", str(checkpoint.path), "--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     command += ["--middleware", MIDDLEWARE]
+    if "--worker-extension-cls" not in given:
+        command += ["--worker-extension-cls", EXTENSION]
     if "--served-model-name" not in given:
         command += ["--served-model-name", checkpoint.name]
     if not given.intersection(_MEMORY_FLAGS):

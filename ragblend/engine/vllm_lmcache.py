@@ -2,7 +2,7 @@
 
 LMCache's blender asks its VLLMModelTracker for the model, and nothing registers one there (LMCache/LMCache#4131). This
 entry point of `vllm.general_plugins` does. Nothing else of ragblend has to do with it, and nothing depends on it; its
-selection attends to later tokens, see docs/vllm.md. Not run here: LMCache needs CUDA.
+selection attends to later tokens, see docs/vllm.md. Of it all, the registration was run; the blending needs CUDA.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def register() -> None:
 def launch_line(model: str) -> str:
     """How to start vLLM with LMCache's blending of `model`."""
     return (
-        f"{VARIABLE}=1 LMCACHE_ENABLE_BLENDING=True LMCACHE_USE_LAYERWISE=True LMCACHE_LOCAL_CPU=True "
+        f"{VARIABLE}=1 PYTHONHASHSEED=0 LMCACHE_ENABLE_BLENDING=True LMCACHE_USE_LAYERWISE=True LMCACHE_LOCAL_CPU=True "
         'LMCACHE_CHUNK_SIZE=256 LMCACHE_BLEND_SPECIAL_STR=" # # " LMCACHE_BLEND_CHECK_LAYERS=1 '
         f"LMCACHE_BLEND_RECOMPUTE_RATIOS=0.15 vllm serve {model} --no-enable-prefix-caching --enforce-eager "
-        """--kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
+        """--attention-backend FLASH_ATTN --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", """
+        """"kv_role": "kv_both", "kv_connector_extra_config": {"use_layerwise": true}}'"""
     )

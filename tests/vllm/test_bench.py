@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.bench.ingest_vllm import bench_ingest_vllm
 from ragblend.bench.throughput import bench_throughput
 from ragblend.bench.ttft import bench_ttft
 from ragblend.engine.report import MODES
@@ -58,3 +59,22 @@ def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
         assert (capacity["max_rate"], capacity["at_least"]) == (1e6, True)
         assert capacity["idle_ttft_s"] > 0
     assert sum(line.startswith(("full", "prefix", "blend")) for line in lines) == 3
+
+
+def test_ingestion_and_prefill_of_the_same_chunks_side_by_side(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = bench_ingest_vllm(
+        shape="llama-1m", chunks=3, chunk_tokens=CHUNK, threads=1, repeats=2, store=tmp_path / "kv", echo=lines.append
+    )
+    assert json.loads(json.dumps(found)) == found
+    assert str(tmp_path) not in json.dumps(found)
+    assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ingest", "llama-1m", "vllm")
+    prefill, ingest = found["runs"]
+    assert (prefill["mode"], ingest["mode"]) == ("prefill", "ingest")
+    for run in (prefill, ingest):
+        assert (run["chunks"], run["tokens"]) == (3, 3 * CHUNK)
+        assert run["tokens_per_s"] == pytest.approx(run["tokens"] / run["seconds"])
+    ratios = [each["prefill"]["s"] / each["ingest"]["s"] for each in found["rounds"]]
+    assert found["ingest_over_prefill"] == pytest.approx(sum(ratios) / 2)
+    assert len(lines) == 2 + 3
+    assert not list((tmp_path / "kv").rglob("*.safetensors"))  # every round starts from nothing stored

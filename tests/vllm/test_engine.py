@@ -171,7 +171,10 @@ def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: 
 
 
 def test_stop_strings_and_limits(engine: Any) -> None:
-    assert engine.generate(PROMPT, max_tokens=8, stop=["port"]).text == "Kin"
+    stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
+    assert stopped.text == "Kin"
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
+        assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
     answer = engine.generate(PROMPT, max_tokens=1)
     assert len(answer.token_ids) == 1
     with pytest.raises(PromptTooLongError, match="1024"):

@@ -123,6 +123,15 @@ def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
     assert answer.report.num_reused_tokens < answer.report.prompt_tokens
 
 
+def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
+    stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
+    assert stopped.text == "Kin"
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
+        assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
+    batch = [engine.generate(PROMPT, max_tokens=8, mode="full", stop=["port"]).report for _ in range(2)]
+    assert [report.num_chunk_hits for report in batch] == [0, 0]
+
+
 def test_the_transformers_engine_and_the_server_agree(engine: Any, url: str) -> None:
     store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
     with load_engine("demo", store, on_miss="inline") as reference:

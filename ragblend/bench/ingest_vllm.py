@@ -1,0 +1,132 @@
+"""`ragblend bench ingest --backend vllm`: chunks prefilled by vLLM itself, and the same chunks ingested, side by side.
+
+Both are what `ragblend ingest --backend vllm` sends: each chunk behind the same prefix, several on their way at once.
+"prefill" is vLLM's own, batched as it likes, and keeps nothing; "ingest" also takes the KV out and stores it on disk.
+Read `_timed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
+from ragblend.bench.workloads import PREFIX_TOKENS, make_prompts
+from ragblend.engine.vllm_answer import INGEST_AT_ONCE
+from ragblend.errors import UsageError
+from ragblend.segments import Chunk, SegmentedPrompt
+
+if TYPE_CHECKING:
+    from ragblend.engine.vllm_engine import VllmEngine
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IngestRun:
+    """One mode: the median of the rounds. `tokens` are the chunks'; the prefix before each is computed beside them."""
+
+    mode: str
+    chunks: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+
+
+def bench_ingest_vllm(
+    *,
+    shape: str | None = None,
+    model: str | None = None,
+    chunks: int = 16,
+    chunk_tokens: int = 512,
+    dtype: str = "float32",
+    threads: int | None = None,
+    repeats: int = 3,
+    store: Path | None = None,
+    vllm_options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    echo: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Tokens per second of both, as the JSON object of the command line. `ingest_over_prefill` is the median ratio.
+
+    The rounds alternate, after one of each that is not counted. vLLM runs in this process, so `ingest_over_prefill_cpu`
+    compares all the work that was done, storing included. `shape` is llama-50m unless a `model` is given.
+    """
+    if model is None:
+        shape = shape or "llama-50m"
+    elif shape is not None:
+        raise UsageError("choose --shape or --model, not both")
+    for name, value in (("chunks", chunks), ("chunk_tokens", chunk_tokens), ("repeats", repeats)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}; choose 1 or more")
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    setup = VllmSetup(
+        shape, model, PREFIX_TOKENS + chunk_tokens + 2, INGEST_AT_ONCE, dtype, seed, store, 0.0, vllm_options or {}
+    )
+    rounds: list[tuple[_Taken, _Taken]] = []
+    with open_vllm(setup) as (engine, vocab_size):
+        pool = make_prompts(chunks, chunk_tokens, 1, 1, vocab_size, seed).chunks
+        for number in range(repeats + 1):
+            prefill, ingest = _timed(lambda: _prefill(engine, pool)), _timed(lambda: engine.precompute_all(pool))
+            for chunk in pool:
+                engine.forget(chunk)
+            if number:  # the first round warms up
+                rounds.append((prefill, ingest))
+                echo(f"round {number}: prefill {prefill.s:.2f} s, ingest {ingest.s:.2f} s")
+        name = engine.name
+    tokens = chunks * chunk_tokens
+    runs = []
+    for mode, taken in zip(("prefill", "ingest"), zip(*rounds, strict=True), strict=True):
+        seconds = median(each.s for each in taken)
+        runs.append(IngestRun(mode, chunks, tokens, seconds, tokens / seconds))
+        echo(f"{mode:8} {tokens / seconds:8.0f} tokens per second")
+    ratio = median(prefill.s / ingest.s for prefill, ingest in rounds)
+    cpu_ratio = median(prefill.cpu_s / ingest.cpu_s for prefill, ingest in rounds)
+    echo(f"ingest over prefill: {ratio:.3f}, in CPU seconds {cpu_ratio:.3f}")
+    config = {"shape": shape, "model": model, "chunks": chunks, "chunk_tokens": chunk_tokens, "dtype": dtype}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench ingest",
+        "hardware": vllm_card(),
+        "config": {**config, "backend": "vllm", "threads": threads, "repeats": repeats, "seed": seed},
+        "model": name,
+        "rounds": [{"prefill": prefill._asdict(), "ingest": ingest._asdict()} for prefill, ingest in rounds],
+        "runs": [asdict(run) for run in runs],
+        "ingest_over_prefill": ratio,
+        "ingest_over_prefill_cpu": cpu_ratio,
+    }
+
+
+class _Taken(NamedTuple):
+    """What one pass over the chunks took. `cpu_s`, of all threads, is what stays true on a machine that others use."""
+
+    s: float
+    cpu_s: float
+
+
+def _timed(work: Callable[[], Iterator[Any]]) -> _Taken:
+    start_s, start_cpu_s = perf_counter(), process_time()
+    for _ in work():
+        pass
+    return _Taken(perf_counter() - start_s, process_time() - start_cpu_s)
+
+
+def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
+    """Every chunk through vLLM's own prefill, as many at once as ingestion has; its prefix cache is not asked."""
+
+    def one(chunk: Chunk) -> None:
+        with closing(engine.deltas(engine.request(SegmentedPrompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
+            for _ in deltas:
+                pass
+
+    with ThreadPoolExecutor(INGEST_AT_ONCE) as pool:
+        yield from pool.map(one, chunks)
