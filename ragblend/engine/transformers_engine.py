@@ -301,7 +301,7 @@ class TransformersEngine:
         num_resident = self._resident(request, fused)
         hits = self._lookup(request, num_resident, damaged)
         placements = [placement for placement, _ in hits.values()]
-        if request.adapts and self.machine is not None:
+        if request.adapts and placements and self.machine is not None:
             decision = self._decide(self.machine, request, placements, num_resident)
             if decision.refused:
                 return self._refused(request, decision)
