@@ -241,8 +241,8 @@ def bench_ingest(
     if backend == "vllm":
         from ragblend.bench.ingest_vllm import bench_ingest_vllm
 
-        given = {"shape": shape, "model": model, "chunks": chunks, "store": store}
-        facts = bench_ingest_vllm(**given, vllm_options=json_object(vllm_options, "--vllm-options"), **shared)
+        shared |= {"shape": shape, "model": model, "chunks": chunks, "store": store}
+        facts = bench_ingest_vllm(vllm_options=json_object(vllm_options, "--vllm-options"), **shared)
     else:
         from ragblend.bench.ingest import bench_ingest as run
 
