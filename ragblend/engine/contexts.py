@@ -8,6 +8,7 @@ is recomputed. A store says by a file of its own that it holds some, so that oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,9 +58,10 @@ def holds_neighbours(store: KVStore) -> bool:
 
 
 def note_neighbours(store: KVStore) -> None:
-    """Say so, for whoever opens its disk tiers later."""
+    """Say so, for whoever opens its disk tiers later. What cannot be marked is not looked for, and no error."""
     for root in _roots(store):
-        (root / _MARK).touch()
+        with suppress(OSError):
+            (root / _MARK).touch()
 
 
 def _roots(store: KVStore) -> list[Path]:

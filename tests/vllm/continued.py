@@ -44,7 +44,8 @@ class Continued(Reference):
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
         elif rule in ASKING:
             shares, read = {0 if rule == "attention" else 1: ratio}, ASKING[rule]
-            result = self.blend(parts, shares, rule, 0.4, avoid, read, question)
+            narrow = min(0.6, 12 * ratio) if rule == "repair" else 0.4
+            result = self.blend(parts, shares, rule, narrow, avoid, read, question)
         else:
             result = self.blend(parts, {1: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result
