@@ -202,7 +202,10 @@ def test_a_damaged_file_starts_only_its_own_requests_again(serving):
             data[-5] ^= 1  # in the last layer: the others are ahead by then
             path.write_bytes(data)
     together = ask_all(llm, asked)
-    assert [report(output)["num_damaged_entries"] for output in together] == [1, 0, 1]
+    found = [report(output) for output in together]
+    # The third has read the file by then, or its turn comes when it was set aside already.
+    assert [each["num_damaged_entries"] for each in found[:2]] == [1, 0]
+    assert [each["num_chunk_hits"] for each in found] == [2, len(STORED) - 3, 2]
     assert tokens(together[1]) == untouched
     assert [tokens(ask(llm, *each)) for each in asked] == [tokens(output) for output in together]
 
