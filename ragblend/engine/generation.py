@@ -19,12 +19,20 @@ from torch import Tensor
 from ragblend.engine.decoding import Sampler, Sampling, StopScanner
 from ragblend.engine.fusor import FusedKV
 from ragblend.engine.profile import Fit
-from ragblend.engine.report import BlendReport, Generation, Mode, RatioChoice
+from ragblend.engine.report import MODES, BlendReport, Generation, Mode, RatioChoice
 from ragblend.engine.selection import Check
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segment, Segmenter, TextStream, TokenizedPrompt
 
 log = logging.getLogger(__name__)
+
+
+def check_options(mode: str, max_tokens: int) -> None:
+    """Raise UsageError for options that no engine knows."""
+    if mode not in MODES:
+        raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
+    if max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
 
 
 @dataclass(slots=True)

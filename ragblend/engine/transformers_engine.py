@@ -26,7 +26,15 @@ from ragblend.engine.decoding import Sampling
 from ragblend.engine.explain import Explanation, explain
 from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunks
-from ragblend.engine.generation import Backfill, Conversation, GenerationStream, Options, Prefilled, Request
+from ragblend.engine.generation import (
+    Backfill,
+    Conversation,
+    GenerationStream,
+    Options,
+    Prefilled,
+    Request,
+    check_options,
+)
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name, stored_as
@@ -34,7 +42,7 @@ from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_root
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.quantize import stored_bytes_per_token
-from ragblend.engine.report import MODES, BlendReport, ChunkReport, Generation, Mode, RatioChoice
+from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.selection import (
     RULES,
     Check,
@@ -239,10 +247,7 @@ class TransformersEngine:
         instead. Greedy at temperature 0. With a `conversation`, earlier turns are not prefilled again. Raises
         PromptTooLongError beyond the model's context, UsageError for bad values.
         """
-        if mode not in MODES:
-            raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
+        check_options(mode, max_tokens)
         known_rule = find_rule(rule)
         if checks is not None:
             schedule(known_rule, 0.0, self.layers.num_layers, checks)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.decoding import Sampling, StopScanner
-from ragblend.engine.generation import Backfill
+from ragblend.engine.generation import Backfill, check_options
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import (
@@ -293,10 +293,7 @@ class VllmBase(ABC):
         A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
-        if mode not in MODES:
-            raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
+        check_options(mode, max_tokens)
         find_rule(rule)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
