@@ -1,0 +1,188 @@
+"""`ragblend push | pin | unpin | stats | verify | gc`: look after a store. Results on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.cli_support import (
+    BackendOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    NamespaceOption,
+    RemoteOption,
+    StoreOption,
+    SystemOption,
+    open_engine,
+    open_index_of,
+    print_result,
+    progress_bars,
+    remote_facts,
+    remote_line,
+    settings_from,
+)
+
+EXIT_CORRUPT, EXIT_UNREACHABLE = 4, 5
+
+
+def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived."""
+    settings = settings_from(locals())
+    from ragblend.engine.remote import open_remote
+    from ragblend.engine.store import format_bytes
+    from ragblend.maintenance import push_store
+
+    tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
+    with progress_bars() as progress:
+        report = push_store(settings.store, tier, progress)
+    tier.close()
+    text = (
+        f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} read"
+    )
+    print_result(report._asdict(), text, json_)
+    if report.num_dropped:
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+def pin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    model: ModelOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Keep a document's KV: no budget evicts it, until `unpin`. Ingested again, its new chunks are kept."""
+    settings = settings_from(locals())
+    from ragblend.precompute import pin_document
+
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        num_chunks, num_stored = pin_document(document, engine, opened)
+    facts = {"document": document, "num_chunks": num_chunks, "num_stored": num_stored}
+    print_result(facts, f"{document}: {num_chunks} chunks pinned, KV of {num_stored} stored", json_)
+
+
+def unpin(
+    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    store: StoreOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Let a document's KV be evicted again."""
+    settings = settings_from(locals())
+    from ragblend.engine.disk import DiskStore
+
+    was_pinned = DiskStore(settings.store, create=False).unpin(document)
+    text = f"{document}: {'no longer pinned' if was_pinned else 'was not pinned'}"
+    print_result({"document": document, "was_pinned": was_pinned}, text, json_)
+
+
+def stats(
+    index: IndexOption = None, store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False
+) -> None:
+    """What the index and the store hold and cost."""
+    settings = settings_from(locals())
+    from ragblend.engine.disk import DiskStore
+    from ragblend.engine.store import format_bytes
+    from ragblend.index import open_index
+
+    disk = DiskStore(settings.store, create=False)
+    entries = list(disk.entries())
+    num_tokens = sum(entry.header.num_tokens for entry in entries)
+    nbytes = sum(entry.nbytes for entry in entries)
+    dtypes = Counter(entry.header.stored_dtype for entry in entries)
+    with open_index(settings.index) as opened:
+        manifest, sources = opened.manifest, opened.sources()
+        num_documents, num_chunks = opened.num_documents, opened.num_chunks
+    facts: dict[str, Any] = {
+        "index": settings.index,
+        "store": settings.store,
+        "num_documents": num_documents,
+        "num_chunks": num_chunks,
+        "embedder": manifest.embedder,
+        "tokenizer": manifest.tokenizer,
+        "chunk_size": manifest.chunk_size,
+        "num_stored_chunks": len(entries),
+        "num_stored_tokens": num_tokens,
+        "store_bytes": nbytes,
+        "kv_dtypes": dict(dtypes),
+        "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
+        "models": disk.models(),
+        "pinned": sorted(disk.pins()),
+        "disk_gib": settings.disk_gib or None,
+        "remote": remote_facts(settings),
+        "sources": sources,
+    }
+    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
+    lines = [
+        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
+        f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
+        f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
+        *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
+        *([remote_line(facts["remote"])] if facts["remote"] else []),
+        *(f"  {source}" for source in sources[:20]),
+        *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
+    ]
+    print_result(facts, "\n".join(lines), json_)
+
+
+def verify(
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    remote: RemoteOption = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Read and check every stored byte. Exits 4 when anything is damaged and not repaired."""
+    settings = settings_from(locals())
+    from ragblend.maintenance import verify_store
+
+    report = verify_store(settings.store, settings.index)
+    if repair and (report.damaged or report.index_problems):
+        from ragblend.maintenance import repair_store
+
+        with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
+            report.num_repaired = repair_store(report, engine, opened, progress)
+    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
+    lines += [f"  {key}: {reason}" for key, reason in report.damaged.items()]
+    lines += [f"  index: {problem}" for problem in report.index_problems]
+    if repair:
+        lines.append(f"{report.num_repaired} recomputed")
+    elif report.is_bad:
+        lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
+    print_result(report.as_dict(), "\n".join(lines), json_)
+    if report.is_bad and not repair:
+        raise typer.Exit(EXIT_CORRUPT)
+
+
+def gc(
+    index: IndexOption = None,
+    store: StoreOption = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Also drop KV of chunks no longer indexed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""
+    settings = settings_from(locals())
+    from ragblend.engine.store import format_bytes, parse_bytes
+    from ragblend.maintenance import collect_garbage
+
+    max_bytes = parse_bytes(max_size) if max_size is not None else None
+    result = collect_garbage(settings.store, settings.index if orphans else None, max_bytes, dry_run)
+    verb = "would be freed" if dry_run else "freed"
+    kept = format_bytes(result.kept_bytes)
+    text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
+    print_result({**result._asdict(), "dry_run": dry_run}, text, json_)
