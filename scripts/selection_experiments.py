@@ -4,8 +4,8 @@
     python scripts/selection_experiments.py --out data/results/selection-experiments.json
     python scripts/selection_experiments.py --only candidates_60,candidates_100 --questions 750 --seed 910007 \
         --budgets 0.05,0.1,0.15,0.2 --out data/results/selection-candidates.json
-    python scripts/selection_experiments.py --only repair,candidates_15,candidates_20,candidates_30 --seed 920003 \
-        --budgets 0.025,0.0375,0.05,0.1 --out data/results/selection-small-budgets.json
+    python scripts/selection_experiments.py --only repair,candidates_15,candidates_30 --questions 90 --seed 920003 \
+        --budgets 0.025,0.0375 --out data/results/selection-small-budgets.json
 
 The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
 there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets.
