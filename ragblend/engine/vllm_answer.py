@@ -428,6 +428,7 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
         "stall_s",
         "fuse_s",
         "probe_s",
+        "select_s",
     ):
         setattr(report, name, getattr(facts, name))
     if len(facts.prefix_match) == len(report.chunks):

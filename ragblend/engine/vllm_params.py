@@ -138,6 +138,7 @@ class VllmReport:
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0  # computing, waiting for turns between slices left out
     probe_s: float = 0.0  # the part of it, and of stall_s, that went into what the question attends to
+    select_s: float = 0.0  # measuring candidates at the check, scoring and choosing them: part of fuse_s
     prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
     kv_dtype: list[str | None] = field(default_factory=list)  # per chunk, as in `report.ChunkReport`
     refused_reason: str | None = None  # why the request was served by ordinary prefill

@@ -228,6 +228,7 @@ class BlendWorker:
                 damaged.add(error.key)
         report = VllmReport(job.params.mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
+        report.select_s = result.select_s
         report.num_damaged_entries = len(damaged)
         _count(report, job, plan, result)
         return _Outcome(report)
