@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ragblend import cli_dtypes  # noqa: F401 (adds its command to bench_app)
 from ragblend.cli_bench import bench_app
 from ragblend.cli_calibrate import calibrate_app
+from ragblend.cli_dtypes import bench_dtypes
 from ragblend.cli_explain import explain
 from ragblend.cli_plan import register as register_plan
 from ragblend.cli_store import gc, pin, push, stats, unpin, verify
@@ -413,6 +413,7 @@ for _command in (explain, push, pin, unpin, stats, verify, gc):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
+bench_app.command("dtypes")(bench_dtypes)
 app.add_typer(bench_app, name="bench")
 
 

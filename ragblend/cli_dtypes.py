@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli_bench import bench_app
 from ragblend.cli_support import JsonOption, err, out, print_json, quiet_libraries, split_names, use_threads
 
 
-@bench_app.command("dtypes")
 def bench_dtypes(
     kv_dtypes: Annotated[str, typer.Option("--kv-dtypes", help="Comma-separated: int8, fp8.")] = "int8,fp8",
     questions: Annotated[int, typer.Option("--questions", help="Of the demo model; 0 leaves it out.")] = 210,
