@@ -39,9 +39,10 @@ from ragblend.bench.quality_runs import (
 )
 from ragblend.bench.quality_tables import stories_table
 from ragblend.bench.retrieval_quality import CorpusConfig, bench_corpus
-from ragblend.demo.evaluate import Setting, interval
+from ragblend.demo.evaluate import Setting
 from ragblend.demo.questions import KINDS
 from ragblend.engine import load_engine
+from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.errors import UsageError
 from ragblend.precompute import Progress
@@ -355,7 +356,7 @@ def run_orders(engines: Engines, items: Sequence[Item], share: float, tell: Prog
 def _order_result(configuration: Configuration, pairs: Sequence[tuple[Record, Record]]) -> OrderResult:
     num = len(pairs)
     same = sum(first.text == second.text for first, second in pairs) / num
-    low, high = interval(same, num)
+    low, high = wilson_interval(same, num)
     exact, reordered = (sum(record.exact for record in records) / num for records in zip(*pairs, strict=True))
     return OrderResult(
         configuration.mode, configuration.rule, configuration.ratio, num, same, max(0.0, low), min(1.0, high),

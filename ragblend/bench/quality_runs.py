@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ragblend.bench.quality_budget import costs_of, ratio_for
 from ragblend.bench.quality_measures import Distance, Reading, distance, read, rouge_l, token_f1
-from ragblend.demo.evaluate import interval
 from ragblend.demo.questions import KINDS, REFERENCE_KINDS
+from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.fusor import FusedKV
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.report import BlendReport, Mode
@@ -345,7 +345,7 @@ def rows_of(configuration: Configuration, records: Iterable[Record], context: st
 
 def _row(configuration: Configuration, kind: str, records: Sequence[Record], context: str) -> Row:
     exact_match = fmean(record.exact for record in records)
-    low, high = interval(exact_match, len(records))
+    low, high = wilson_interval(exact_match, len(records))
     divergences = [record.first_token_kl for record in records]
     kl_low, kl_high = mean_interval(divergences)
     answer_divergences = [record.answer_kl for record in records]

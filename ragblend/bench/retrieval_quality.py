@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from ragblend.bench.hardware import card_lines, hardware_card
 from ragblend.bench.quality_runs import FULL, Configuration, Item, Record, Row, configurations, rows_of, run_item
 from ragblend.bench.quality_tables import corpus_table
-from ragblend.demo.evaluate import interval
 from ragblend.embedders import FloatArray
 from ragblend.engine import load_engine
+from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
@@ -272,7 +272,7 @@ def recall(questions: Sequence[CorpusQuestion], found: Sequence[Sequence[Chunk]]
     """Over questions that have gold spans, `found[i]` being the chunks that question i retrieved."""
     hits = [[covered(s, chunks) for s in q.gold] for q, chunks in zip(questions, found, strict=True)]
     share = fmean(all(spans) for spans in hits)
-    low, high = interval(share, len(hits))
+    low, high = wilson_interval(share, len(hits))
     num_chunks = fmean(len(chunks) for chunks in found)
     any_gold = fmean(any(spans) for spans in hits)
     return Recall(k, neighbours, share, max(0.0, low), min(1.0, high), any_gold, len(hits), num_chunks)

@@ -36,6 +36,7 @@ from ragblend.demo.tokenizer import (
     encode,
     token_id,
 )
+from ragblend.engine.agreement import wilson_interval
 
 
 class Case(NamedTuple):
@@ -172,17 +173,6 @@ def is_exact(logits: Tensor, case: Case) -> bool:
     return logits.argmax(-1).tolist() == case.answer
 
 
-def interval(share: float, num: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
-
-    >>> tuple(round(bound, 3) for bound in interval(0.95, 100))
-    (0.888, 0.978)"""
-    z = 1.96
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
-    return middle - half, middle + half
-
-
 def score(model: DemoModel, cases: Sequence[Case], reuse: bool = True) -> dict[str, dict[str, float]]:
     """Exact match by kind, and `all` and `references` (the kinds that need an earlier chunk), with the guess rate."""
     model.eval()
@@ -197,7 +187,7 @@ def score(model: DemoModel, cases: Sequence[Case], reuse: bool = True) -> dict[s
     table: dict[str, dict[str, float]] = {}
     for name, rows in results.items():
         full_share, reuse_share, guess, tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))
-        low, high = interval(full_share, len(rows))
+        low, high = wilson_interval(full_share, len(rows))
         table[name] = {
             "num_questions": len(rows), "full": round(full_share, 4), "full_low": round(low, 4),
             "full_high": round(high, 4), "reuse": round(reuse_share, 4), "guess": round(guess, 4),
