@@ -8,9 +8,12 @@ imported, and without the connector nothing else happens.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
-_loaded: list[Any] = []  # at most one: a worker process has one model
+# At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch when
+# they are collected, and collected while a later engine in this process compiles they break what that one traces.
+_loaded: list[weakref.ref[Any]] = []
 
 
 def register() -> None:
@@ -24,7 +27,7 @@ def register() -> None:
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        _loaded[:] = [self.get_model()]
+        _loaded[:] = [weakref.ref(self.get_model())]
         return result
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
@@ -33,4 +36,4 @@ def register() -> None:
 
 def loaded_model() -> Any | None:
     """The model this process loaded last; None where there is none, or the plugin did not run."""
-    return _loaded[0] if _loaded else None
+    return _loaded[0]() if _loaded else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
+
+from ragblend.engine.vllm_engine import stop_vllm
 
 # The other tests' families; both files are called conftest, so this one is loaded by its place.
 _spec = importlib.util.spec_from_file_location("family_models", Path(__file__).parents[1] / "conftest.py")
@@ -37,8 +38,6 @@ def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None,
     """vLLM's `LLM` over a checkpoint, with the connector unless `store` is None. Everything is torn down afterwards."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     if store is not None:
         options["kv_transfer_config"] = KVTransferConfig(
@@ -63,11 +62,7 @@ def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None,
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        stop_vllm(llm.llm_engine)
 
 
 def ask(

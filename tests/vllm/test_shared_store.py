@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,18 @@ def test_the_demo_model_answers_as_in_transformers(tmp_path):
         assert report(marked)["num_chunk_hits"] == 2
         assert tokens(marked) == tokens(part)
         assert ask(llm, random_ids(20, 1)).kv_transfer_params is None
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Callable[[str], Path], tmp_path):
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    with engine(checkpoint("llama"), tmp_path if connector else None, skip_tokenizer_init=True) as llm:
+        held = weakref.ref(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model())
+        assert isinstance(held(), LlamaForCausalLM)
+        ask(llm, random_ids(20, 1))
+    assert llm is not None  # whoever still holds the engine
+    assert held() is None
 
 
 def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Path], tmp_path):

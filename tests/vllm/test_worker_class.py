@@ -60,7 +60,7 @@ def test_a_model_that_vllm_hands_over_is_taken(
     original = BlendConnector.register_kv_caches
 
     def handing_over(self: Any, kv_caches: Any) -> None:
-        self.register_model(vllm_plugin._loaded.pop())  # as vllm-project/vllm#37339 will; the plugin knows none now
+        self.register_model(vllm_plugin._loaded.pop()())  # as vllm-project/vllm#37339 will; the plugin knows none now
         original(self, kv_caches)
 
     monkeypatch.setattr(BlendConnector, "register_kv_caches", handing_over)
