@@ -1,7 +1,8 @@
 """Bring stored KV into the prompt's KV, a layer at a time, ahead of the fusor.
 
 One background reader reads, dequantises and places layer i+1 while layer i is fused; KV that is in memory already, as
-it was computed, is placed without a thread. Knows ChunkKV and tensors; not where they come from.
+it was computed, is placed without a thread where the model computes on the CPU. Knows ChunkKV and tensors; not where
+they come from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, restored
+from ragblend.engine.kv import ChunkKV, LayerKV, MemoryKV, restored
+from ragblend.engine.transfer import Transfer
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
@@ -47,20 +49,16 @@ class _Group:
             taken = self.spans[-1][1].stop if self.spans else 0
             self.spans.append((slice(start, end), slice(taken, taken + end - start)))
 
-    def read(self, layer: int, device: torch.device) -> LayerKV:
+    def read(self, layer: int, transfer: Transfer) -> LayerKV:
         """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError."""
         layers = []
         for index, kv in enumerate(self._kvs):
             start_s = perf_counter()
-            layers.append(restored(_on(device, kv.stored_layer(layer))))  # eight bits travel as eight bits
+            layers.append(restored(transfer.bring(kv.stored_layer(layer))))  # eight bits travel as eight bits
             self.read_s[index] += perf_counter() - start_s
         if len(layers) == 1:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
-
-
-def _on(device: torch.device, layer: StoredLayer) -> StoredLayer:
-    return type(layer)(*(tensor.to(device) for tensor in layer))
 
 
 def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -118,13 +116,14 @@ class LayerLoader:
         self._num_layers = num_layers
         self._place = place
         self._destination = destination
-        self._device = device
+        self._transfer = Transfer(device)
         self._ahead = threading.Semaphore(depth)
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._threaded = any(
-            not (isinstance(placement.kv, MemoryKV) and placement.kv.header.is_lossless) for placement in placements
+            self._transfer.beside_compute or not (isinstance(each.kv, MemoryKV) and each.kv.header.is_lossless)
+            for each in placements
         )
         self._thread: threading.Thread | None = None
         self._num_waited = 0
@@ -179,7 +178,7 @@ class LayerLoader:
 
     def _read_all(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._transfer.in_compute_order():
                 for layer in range(self._num_layers):
                     self._ahead.acquire()
                     if self._stopped.is_set():
@@ -194,7 +193,7 @@ class LayerLoader:
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
         for group in self._groups:
-            keys, values = group.read(layer, self._device)
+            keys, values = group.read(layer, self._transfer)
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
                 self._destination.write(layer, span, keys[:, taken], values[:, taken])
