@@ -65,6 +65,7 @@ from ragblend.cli_support import (
     settings_from,
     source_facts,
     tier_options,
+    wait_for_remote,
 )
 from ragblend.errors import RagblendError
 
@@ -117,6 +118,7 @@ def ingest(
             progress=progress,
             say=err.print,
         )
+        wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
@@ -155,6 +157,7 @@ def precompute(
         report = precompute_chunks(chunks, engine, progress, say=err.print, rewrite=rewrite)
         report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
         report.store_bytes = disk_bytes(engine)
+        wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
 
 

@@ -42,7 +42,8 @@ def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOpti
     tier.close()
     text = (
         f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
-        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} read"
+        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
+        + (f"\n{report.problem}" if report.problem else "")
     )
     print_result(report._asdict(), text, json_)
     if report.num_dropped:
@@ -116,7 +117,7 @@ def stats(
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib or None,
-        "remote": remote_facts(settings),
+        "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"

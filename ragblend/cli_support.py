@@ -33,7 +33,7 @@ from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ragblend.engine.protocols import Engine
+    from ragblend.engine.protocols import Engine, KVStore
     from ragblend.index import ChunkIndex, SearchHit
 
 SCHEMA_VERSION = 1
@@ -189,17 +189,37 @@ def embedder_name(settings: Settings) -> str | None:
     return None if settings.embedder == "auto" else settings.embedder
 
 
-def remote_facts(settings: Settings) -> dict[str, Any] | None:
-    """How the remote tier is doing and what it holds; None when there is none."""
+def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
+    """Whether the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
     if settings.remote is None:
         return None
     from ragblend.engine.remote import open_remote
 
     tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
-    facts = tier.status()._asdict()
-    sizes = [size for _, size in tier.values.sizes()] if facts["reachable"] else []
+    status = tier.status()
+    sizes = dict(tier.values.sizes()) if status.reachable else {}
     tier.close()
-    return {**facts, "num_stored_chunks": len(sizes), "store_bytes": sum(sizes)}
+    return {
+        "url": status.url,
+        "reachable": status.reachable,
+        "latency_s": status.latency_s,
+        "problem": status.problem,
+        "num_stored_chunks": len(sizes),
+        "store_bytes": sum(sizes.values()),
+        "num_missing": sum(key not in sizes for key in local_keys) if status.reachable else None,
+    }
+
+
+def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
+    """Until the remote tier has everything that was stored, or stops answering. Closing alone waits a few seconds."""
+    from ragblend.engine.remote import RemoteStore
+
+    tiers: Sequence[KVStore] = getattr(engine.store, "tiers", ())
+    for tier in tiers:
+        if isinstance(tier, RemoteStore):
+            total = tier.num_waiting
+            while not tier.flush(0.2) and tier.breaker.is_closed:
+                progress("send", total - tier.num_waiting, total)
 
 
 def remote_line(facts: dict[str, Any]) -> str:
@@ -209,7 +229,9 @@ def remote_line(facts: dict[str, Any]) -> str:
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers go on without it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    return f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
+    text = f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
+    lacks = f"\n  it lacks {facts['num_missing']} of the chunks here; send them: ragblend push --remote {facts['url']}"
+    return text + (lacks if facts["num_missing"] else "")
 
 
 # -- questions

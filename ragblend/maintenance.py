@@ -16,11 +16,17 @@ from typing import Any, NamedTuple
 
 from ragblend.config import Settings
 from ragblend.engine.disk import DiskStore, GcResult
-from ragblend.engine.kv import in_memory
 from ragblend.engine.protocols import Engine
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import format_bytes
-from ragblend.errors import BackendUnreachableError, CorruptError, DamagedEntryError, NotFoundError, RagblendError
+from ragblend.errors import (
+    BackendUnreachableError,
+    CorruptError,
+    DamagedEntryError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+)
 from ragblend.index import ChunkIndex, open_index
 from ragblend.precompute import Progress, disk_store, precompute_chunks
 from ragblend.segments import Segmenter
@@ -111,12 +117,14 @@ class PushReport(NamedTuple):
     num_damaged: int
     num_dropped: int
     sent_bytes: int
+    problem: str = ""  # why the last of those did not arrive
 
 
 def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
     """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
 
-    Raises BackendUnreachableError when the remote does not answer at all.
+    It stops asking once the remote's breaker has opened. Raises BackendUnreachableError when the remote does not answer
+    at all.
     """
     status = remote.status()
     if not status.reachable:
@@ -124,24 +132,27 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     disk = DiskStore(store, create=False)
     known, keys = set(remote.keys()), list(disk.keys())
     tell = progress or (lambda stage, done, total: None)
-    num_sent = num_damaged = sent_bytes = 0
+    num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
+    problem = ""
     for done, key in enumerate(keys, start=1):
-        if key not in known:
+        if key in known:
+            num_known += 1
+        elif not remote.breaker.is_closed:
+            num_dropped += 1
+        else:
             try:
-                kv = in_memory(found) if (found := disk.get(key)) is not None else None
+                found = disk.get(key)
+                if found is not None:
+                    remote.send(found)
+                    num_sent, sent_bytes = num_sent + 1, sent_bytes + found.nbytes
+                else:
+                    num_damaged += 1
             except DamagedEntryError:
-                kv = None
-            num_damaged += kv is None
-            if kv is not None:
-                num_sent += 1
-                sent_bytes += kv.nbytes
-                remote.put(kv)
-                # One at a time: nobody waits for an answer here, and nothing is dropped for want of room.
-                remote.flush()
+                num_damaged += 1
+            except (BackendUnreachableError, StoreFullError) as error:
+                num_dropped, problem = num_dropped + 1, str(error)
         tell("push", done, len(keys))
-    num_dropped = remote.counters.num_dropped
-    num_known = len(keys) - num_sent - num_damaged
-    return PushReport(num_sent - num_dropped, num_known, num_damaged, num_dropped, sent_bytes)
+    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem)
 
 
 def _ids_in_use(index: ChunkIndex) -> set[tuple[int, ...]] | None:

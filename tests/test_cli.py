@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import RedisServer
 
 from ragblend import cli
 from ragblend.demo.corpus import build_corpus, write_corpus
@@ -274,6 +275,33 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
     assert json.loads(run("stats", "--json", *PLACE, *remote)[1])["remote"]["num_stored_chunks"] == num_stored
     assert run("push", "--store", "s")[0] == 2
     assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
+
+
+def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, tmp_path, caplog):
+    server = RedisServer(tmp_path)
+    place, remote = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")], ["--remote", server.url]
+    assert run(*INGEST[:-4], *place, *remote)[0] == 0
+    assert f"ragblend push --remote {server.url}" in caplog.text
+    server.start()
+    try:
+        stats = json.loads(run("stats", "--json", *place, *remote)[1])
+        assert stats["remote"]["num_missing"] == stats["num_stored_chunks"] > 0
+        assert f"ragblend push --remote {server.url}" in run("stats", *place, *remote)[1]
+        assert run("push", *place[2:], *remote)[0] == 0
+        assert json.loads(run("stats", "--json", *place, *remote)[1])["remote"]["num_missing"] == 0
+    finally:
+        server.kill()
+
+
+def test_a_push_that_a_full_remote_refuses_says_why(run, tmp_path):
+    server = RedisServer(tmp_path)
+    server.start("--maxmemory", "1", "--maxmemory-policy", "noeviction")
+    try:
+        code, out, _ = run("push", "--store", "s", "--remote", server.url)
+        assert (code, out[:13]) == (5, "0 chunks sent")
+        assert "allkeys-lru" in out
+    finally:
+        server.kill()
 
 
 def test_doctor_names_what_is_missing_and_the_way_out(run):

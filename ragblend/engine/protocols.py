@@ -31,7 +31,7 @@ class StoreCounters:
     num_damaged: int = 0
     num_evicted: int = 0
     num_failures: int = 0  # requests to a remote tier that failed or took too long; each get among them is a miss too
-    num_dropped: int = 0  # background writes given up: the queue was full, or the remote refused or did not answer
+    num_dropped: int = 0  # background writes given up: refused, without room, or still owed when the store was closed
 
 
 class KVStore(Protocol):

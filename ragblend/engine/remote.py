@@ -2,8 +2,9 @@
 
 A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
 chunk, a request's chunks side by side (`fetch_ahead`), everything verified before the plan is made, so that damage is
-a miss at once and never restarts a request. Writes wait in a queue. Whatever fails or takes too long is a miss and a
-counter; after a few failures the breaker keeps requests away until a probe, sent in the background, comes back.
+a miss at once and never restarts a request. Writes wait in a queue until the other side takes them. Whatever fails or
+takes too long is a miss and a counter; after a few failures the breaker keeps requests away until a probe, sent in the
+background, comes back.
 
 Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models or prompts.
 """
@@ -23,7 +24,7 @@ from ragblend.engine.breaker import CircuitBreaker, State
 from ragblend.engine.chunk_file import UnreadableError, decode_chunk, encode_chunk
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, in_memory
-from ragblend.engine.protocols import ByteStore, StoreCounters
+from ragblend.engine.protocols import ByteStore, KVStore, StoreCounters
 from ragblend.engine.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 
@@ -37,7 +38,10 @@ _MAX_BAD = 4096
 
 
 class RemoteStatus(NamedTuple):
-    """How a remote tier is doing. `latency_s` is a ping's round trip, None when it did not come back."""
+    """How a remote tier is doing. `latency_s` is a ping's round trip, None when it did not come back.
+
+    `num_waiting` writes are on their way or owed, `num_dropped` were given up since the RemoteStore was made.
+    """
 
     url: str
     reachable: bool
@@ -45,6 +49,7 @@ class RemoteStatus(NamedTuple):
     breaker: State
     num_failures: int
     num_dropped: int
+    num_waiting: int
     queued_bytes: int
     problem: str = ""
 
@@ -80,7 +85,8 @@ class RemoteStore:
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s)
+        remedy = f"; what is on disk goes there with: ragblend push --remote {values.url}"
+        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
 
     @property
     def counters(self) -> StoreCounters:
@@ -163,12 +169,26 @@ class RemoteStore:
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Queue a chunk to be sent; one that finds no room, or is refused, is counted as dropped."""
+        """Queue a chunk to be sent. One that is refused, or has no room and cannot be read back, counts as dropped."""
         held = in_memory(kv)
         with self._lock:
             self._flights.pop(held.header.key, None)
         if self._queue.put(held):
             self._count(num_puts=1)
+
+    def read_back_from(self, tiers: Sequence[KVStore]) -> None:
+        """Where what finds no room in the queue is read again at its turn, fastest first; every `put` is there too."""
+
+        def read_back(key: str) -> MemoryKV | None:
+            found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
+            return None if found is None else in_memory(found)
+
+        self._queue.read_back = read_back if tiers else None
+
+    def send(self, kv: ChunkKV) -> None:
+        """Send a chunk while the caller waits. Raises BackendUnreachableError or StoreFullError when it fails."""
+        self._send(in_memory(kv))
+        self._count(num_puts=1)
 
     def _send(self, kv: MemoryKV) -> None:
         """Send one chunk, unless the other side has it."""
@@ -239,12 +259,18 @@ class RemoteStore:
             self.breaker.state,
             counters.num_failures,
             counters.num_dropped,
+            self.num_waiting,
             self._queue.nbytes,
             problem,
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are on their way or owed."""
+        return self._queue.num_waiting
+
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for queued writes; False when `timeout_s` seconds were not enough."""
+        """Wait for queued writes; False when `timeout_s` seconds were not enough. Without a limit, until it is back."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -277,8 +303,12 @@ class RemoteStore:
     def _probe_when_due(self) -> None:
         """Send the breaker's probe in the background: no request waits for it."""
         if self.breaker.claim_probe():
-            with self._lock:
-                self._pool().submit(self._probe)
+            try:
+                with self._lock:
+                    self._pool().submit(self._probe)
+            except RuntimeError as error:  # the interpreter is going away
+                log.info("%s", error)
+                self.breaker.failed()
 
     def _probe(self) -> None:
         try:

@@ -38,9 +38,13 @@ class _Touchable(Protocol):
 
 @runtime_checkable
 class FetchesAhead(Protocol):
-    """A tier whose entries come from far: it can start fetching several before they are asked for."""
+    """A tier whose entries come from far: it can start fetching several before they are asked for.
+
+    It writes in the background, and what finds no room in its queue it reads back from the tiers it is told.
+    """
 
     def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+    def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
     def delete(self, key: str) -> bool: ...
 
 
@@ -99,6 +103,9 @@ class TieredStore:
             for position, tier in enumerate(tiers[:-1])
             if not isinstance(tier, MemoryStore)
         }
+        for position, tier in enumerate(tiers):
+            if isinstance(tier, FetchesAhead):
+                tier.read_back_from(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._pulling: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None

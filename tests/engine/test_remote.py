@@ -214,9 +214,10 @@ def test_the_probe_is_sent_in_the_background() -> None:
     store.close()
 
 
-def test_writes_wait_out_an_outage_and_arrive() -> None:
+@pytest.mark.parametrize("threshold", [1, 3])
+def test_writes_wait_out_an_outage_and_arrive(threshold: int) -> None:
     values = DictValues()
-    store = RemoteStore(values, breaker=quick_breaker(threshold=1))
+    store = RemoteStore(values, breaker=quick_breaker(threshold))
     values.is_down = True
     kvs = [make_kv(seed) for seed in range(5)]
     for kv in kvs:
@@ -300,6 +301,7 @@ def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3: TcpProxy, ca
     assert store.flush(30)
     assert store.counters.num_dropped == 1
     assert "does not exist" in caplog.text
+    assert "ragblend push --remote s3://nobody/kv" in caplog.text
 
 
 def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, integers, lists, tuples
 from tier_support import make_kv
 
 from ragblend.engine import write_queue
@@ -76,21 +78,118 @@ def test_the_latest_of_a_key_is_written_once() -> None:
     assert gate.written == [first.header.key, kv.header.key]
 
 
-def test_an_unreachable_target_is_tried_again_a_refusal_is_not() -> None:
-    failures: list[Exception] = [BackendUnreachableError("down"), BackendUnreachableError("down")]
-    gate = Gate(lambda: failures.pop() if failures else None)
-    gate.opened.set()
+def test_what_an_unreachable_target_did_not_take_stays_owed_a_refusal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.001)
+    failures: list[Exception] = [BackendUnreachableError("down")] * 6
+    gate, kvs = Gate(lambda: failures.pop() if failures else None), [make_kv(seed) for seed in range(3)]
     queue = WriteQueue(gate, 10_000, "test")
-    queue.put(make_kv(1))
+    for kv in kvs:
+        queue.put(kv)
+    gate.opened.set()
     assert queue.flush(10)
-    assert (queue.num_written, queue.num_dropped) == (1, 0)
+    assert sorted(gate.written) == sorted(kv.header.key for kv in kvs)
+    assert (queue.num_written, queue.num_dropped, queue.nbytes) == (3, 0, 0)
     failures.append(StoreFullError("full"))
-    queue.put(make_kv(2))
-    assert queue.flush(10)
-    failures += [BackendUnreachableError("down")] * write_queue.MAX_TRIES
     queue.put(make_kv(3))
     assert queue.flush(10)
-    assert (queue.num_written, queue.num_dropped, queue.nbytes) == (1, 2, 0)
+    assert (queue.num_written, queue.num_dropped, queue.nbytes) == (3, 1, 0)
+
+
+def test_a_chunk_that_never_arrives_is_not_in_the_way_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.001)
+    kvs, written = [make_kv(seed) for seed in range(4)], []
+
+    def write(kv: MemoryKV) -> None:
+        if kv is kvs[0]:
+            raise BackendUnreachableError("takes too long")
+        written.append(kv)
+
+    queue = WriteQueue(write, 10_000, "test")
+    for kv in kvs:
+        queue.put(kv)
+    assert not queue.flush(0.5)
+    assert (written, queue.num_waiting, queue.peek(kvs[0].header.key)) == (kvs[1:], 1, kvs[0])
+    assert not queue.close(0.05)
+    assert (queue.num_waiting, queue.num_dropped, queue.nbytes) == (0, 1, 0)
+
+
+def test_after_a_failure_the_target_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "RETRY_S", 1000.0)
+    calls: list[MemoryKV] = []
+
+    def write(kv: MemoryKV) -> None:
+        calls.append(kv)
+        raise BackendUnreachableError("down")
+
+    queue = WriteQueue(write, 10_000, "test")
+    for seed in range(3):
+        queue.put(make_kv(seed))
+    assert not queue.flush(0.5)
+    assert (len(calls), queue.num_waiting) == (1, 3)
+    queue.close(0.0)
+
+
+def test_what_finds_no_room_is_read_back_at_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """10 chunks, room for 2: each is written once, in order; one that is gone by then is counted."""
+    gate, kvs = Gate(), [make_kv(seed) for seed in range(10)]
+    stored = {kv.header.key: kv for kv in kvs if kv is not kvs[7]}
+    queue = WriteQueue(gate, 2 * kvs[0].nbytes, "test", remedy="; push it")
+    queue.read_back = stored.get
+    assert all(queue.put(kv) for kv in kvs)
+    assert (queue.num_waiting, queue.nbytes, queue.peek(kvs[9].header.key)) == (10, queue.capacity_bytes, None)
+    gate.opened.set()
+    assert queue.flush(10)
+    assert gate.written == list(stored)
+    assert (queue.num_written, queue.num_dropped, queue.nbytes) == (9, 1, 0)
+    assert "no longer stored here; push it" in caplog.text
+
+
+def test_the_number_of_chunks_that_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "MAX_WAITING", 3)
+    gate, kvs = Gate(), [make_kv(seed) for seed in range(6)]
+    queue = WriteQueue(gate, kvs[0].nbytes, "test")
+    queue.read_back = {kv.header.key: kv for kv in kvs}.get
+    queue.put(kvs[0])
+    gate.entered.wait()
+    assert [queue.put(kv) for kv in kvs[1:]] == [True, True, True, False, False]
+    gate.opened.set()
+    assert queue.flush(10)
+    assert (queue.num_written, queue.num_dropped) == (4, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operations=lists(tuples(booleans(), integers(0, 5)), max_size=25),
+    failures=lists(booleans(), max_size=25),
+    room=integers(0, 3),
+)
+def test_nothing_that_is_owed_is_lost(operations: list[tuple[bool, int]], failures: list[bool], room: int) -> None:
+    """Puts and deletes in any order over a target that fails at any moment: in the end both sides hold the same."""
+    here: dict[str, MemoryKV] = {}
+    there: dict[str, MemoryKV] = {}
+
+    def write(kv: MemoryKV) -> None:
+        if failures and failures.pop():
+            raise BackendUnreachableError("down")
+        there[kv.header.key] = kv
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_queue, "RETRY_S", 0.0)
+        queue = WriteQueue(write, room * make_kv(0).nbytes, "test")
+        queue.read_back = here.get
+        for is_put, seed in operations:
+            kv = make_kv(seed)
+            if is_put:
+                here[kv.header.key] = kv
+                assert queue.put(kv)
+            else:
+                queue.discard(kv.header.key)
+                there.pop(kv.header.key, None)
+                here.pop(kv.header.key, None)
+            assert queue.nbytes <= queue.capacity_bytes
+        assert queue.flush(20)
+    assert there.keys() == here.keys()
+    assert (queue.num_dropped, queue.nbytes, queue.num_waiting) == (0, 0, 0)
 
 
 def test_it_holds_back_while_told_to() -> None:

@@ -124,6 +124,34 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
     assert sorted(open_remote(redis_server.url).keys()) == sorted(kv.header.key for kv in kvs)
 
 
+def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """30 chunks over 3 (full: 20) outages, the first of each written into a dead server, room in the queue for two."""
+    kvs = [make_kv(seed, tokens=50) for seed in range(30)]
+    far = RemoteStore(RedisValues(redis_server.url, 1.0), queue_bytes=2 * kvs[0].nbytes)
+    store = TieredStore(MemoryStore(4 * kvs[0].nbytes), DiskStore(tmp_path / "kv", fsync=False), far)
+    for number in range(NUM_KILLS):
+        redis_server.kill()
+        redis_server.start()  # empty
+        for kv in kvs[:10]:
+            store.put(kv)
+        assert store.flush(60)
+        redis_server.kill()
+        for kv in kvs[10:]:
+            store.put(kv)
+        wait_for_more(lambda: far.counters.num_failures, number)
+        assert 1 <= far.num_waiting <= 20
+        redis_server.start()
+        assert store.flush(120)
+        there = open_remote(redis_server.url)
+        for kv in kvs[10:]:
+            assert_same(there.get(kv.header.key, kv.header.token_ids), kv)
+        there.close()
+    assert (far.counters.num_dropped, far.num_waiting) == (0, 0)
+    assert store.close()
+
+
 def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
