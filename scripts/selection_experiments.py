@@ -18,7 +18,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,7 +35,7 @@ from ragblend.cli_support import one_thread, quiet_libraries, split_names, split
 from ragblend.demo.evaluate import Setting
 from ragblend.engine import load_engine, transformers_engine
 from ragblend.engine.fusor import FusedKV, FusePlan
-from ragblend.engine.selection import RULES, Evidence, Rule, repair
+from ragblend.engine.selection import RULES, Check, Evidence, Rule, repair
 
 RATIOS = (0.05, 0.10, 0.15)
 BASE = "repair_40"
@@ -75,6 +75,20 @@ def last_of_chunk(evidence: Evidence) -> Tensor:
     chunk = evidence.positions - evidence.offsets
     ends[:-1] = chunk[1:] != chunk[:-1]
     return ends
+
+
+class ReadInTheMiddle(Rule):
+    """A rule that reads the question in the demo model's middle layers (of 0 .. 4), wherever the checks are."""
+
+    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
+        """Layers 1, 2 and 3."""
+        return (1, 2, 3)
+
+
+def attention(evidence: Evidence) -> Tensor:
+    """What the question attends to (ProphetKV, InfoFlow): relevance without drift."""
+    assert evidence.attention is not None
+    return evidence.attention
 
 
 def weighted(deviation: Callable[[Evidence], Any]) -> Callable[[Evidence], Tensor]:
@@ -123,8 +137,8 @@ CANDIDATES = (
     asking("hedged_10", hedged(0.1)),
     asking("hedged_10_all", hedged(0.1), 1.0),
     asking("repair_gradual", repair, 1.0, gradual=True),  # checks again at every layer, the question read there too
-    RULES["attention_k"],
-    RULES["attention"],
+    asking("attention_k", weighted(lambda e: e.key_deviation)),
+    ReadInTheMiddle("attention", attention, False, needs_attention=True, skips_separators=True),
 )
 SHIFTS = (0.5, 1.0)  # of the mean by which a chunk's recomputed values moved
 

@@ -6,8 +6,7 @@ is not among them. Knows tensors only.
 
 Where the evidence comes from: positions, offsets and separators from the plan; deviations from the check layer, where
 the fusor computes K and V of the candidates afresh; attention and effect from the question, which the fusor runs ahead
-over stale KV as far as the rule reads (`probe_layers`). Read at layer 1, the question's queries are exact, because
-layer 0 is.
+over stale KV up to the layers where the rule reads it. At layer 1 the question's queries are exact, because layer 0 is.
 """
 
 from __future__ import annotations
@@ -63,19 +62,6 @@ def cacheblend_k(evidence: Evidence) -> Tensor:
     return evidence.key_deviation
 
 
-def attention(evidence: Evidence) -> Tensor:
-    """What the question attends to, in middle layers (ProphetKV, InfoFlow): relevance without drift."""
-    assert evidence.attention is not None
-    return evidence.attention
-
-
-def attention_k(evidence: Evidence) -> Tensor:
-    """Drift times relevance: squared deviation of K, weighted by the question's attention."""
-    assert evidence.key_deviation is not None
-    assert evidence.attention is not None
-    return evidence.key_deviation * evidence.attention
-
-
 def repair(evidence: Evidence) -> Tensor:
     """How far the question's attention output at the check layer moves when this token alone is repaired."""
     assert evidence.effect is not None
@@ -107,7 +93,6 @@ class Rule:
     needs_deviation: bool  # runs the layers before the check layer for all candidates
     gradual: bool = False  # filters again at every layer after the check layer
     needs_attention: bool = False  # runs the question ahead, over stale KV, to see what it attends to
-    attention_depth: tuple[float, float] | None = None  # read there, as shares of the depth; None: at the check layers
     candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer, ...
     candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
@@ -119,6 +104,14 @@ class Rule:
         [0.24, 0.6, 0.6, 1.0]
         """
         return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
+
+    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
+        """The layers at which it reads the question's attention, ascending: the checks', or () where it asks nothing.
+
+        >>> RULES["repair"].probe_layers([Check(1, 0.15)]), RULES["cacheblend"].probe_layers([Check(1, 0.15)])
+        ((1,), ())
+        """
+        return tuple(check.layer for check in checks) if self.needs_attention else ()
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -138,8 +131,6 @@ RULES: dict[str, Rule] = {
             "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
             skips_separators=True,
         ),
-        Rule("attention_k", attention_k, True, needs_attention=True, candidate_share=0.4, skips_separators=True),
-        Rule("attention", attention, False, needs_attention=True, attention_depth=(0.2, 0.8), skips_separators=True),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),
@@ -148,8 +139,8 @@ RULES: dict[str, Rule] = {
 
 # Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json). Its candidates
 # were chosen, and others tried in its place, on questions of another part (`scripts/selection_experiments.py`): spans,
-# forced first or last tokens, V or K+V deviation, sums of ranks, checks at every layer and a shift of the values of
-# tokens that are not recomputed were worse or no better. `attention_k` comes close, `attention` does not.
+# forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are not
+# recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
 # A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
 AUTO = "repair"
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
@@ -231,20 +222,6 @@ def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -
     return min(num_candidates, math.ceil(round(ratio * num_chunk_tokens, 6)))
 
 
-def probe_layers(rule: Rule, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
-    """The layers at which `rule` reads the question's attention, ascending; () when it does not.
-
-    >>> probe_layers(RULES["repair"], [Check(1, 0.15)], 32), probe_layers(RULES["attention"], [Check(0, 0.15)], 5)
-    ((1,), (1, 2, 3))
-    """
-    if not rule.needs_attention:
-        return ()
-    if rule.attention_depth is None:
-        return tuple(check.layer for check in checks)
-    start, stop = (min(num_layers - 1, round(share * num_layers)) for share in rule.attention_depth)
-    return tuple(range(start, max(start + 1, stop)))
-
-
 def probe_pays(
     rule: Rule, checks: Sequence[Check], num_fresh: int, num_candidates: int, num_chunk_tokens: int, num_layers: int
 ) -> bool:
@@ -257,7 +234,7 @@ def probe_pays(
     >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
     [True, False]
     """
-    layers = probe_layers(rule, checks, num_layers)
+    layers = rule.probe_layers(checks)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
@@ -293,7 +270,7 @@ def settle(
     if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
         rule = find_rule(FALLBACK)
         chosen = schedule(rule, ratio, num_layers, checks)
-    return Choice(rule, chosen, probe_layers(rule, chosen, num_layers))
+    return Choice(rule, chosen, rule.probe_layers(chosen))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
@@ -318,7 +295,7 @@ def charged_budget_at(
     of the rest fills the depth. In a shallow model the check is most of the bill; this is the bill of a deep one.
 
     `fixed_cost`: the part of `rows_per_layer` that the check layer itself took (measuring deviation, the question read
-    there), paid once at any depth. A question read in middle layers goes deeper in a deeper model: part of the mean.
+    there), paid once at any depth.
 
     >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

@@ -29,7 +29,7 @@ from ragblend.engine.fusor import FusePlan, Placement, Run, fuse, prefill_chunk
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dtype_name, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import Watch
-from ragblend.engine.selection import RULES, Check, probe_layers
+from ragblend.engine.selection import RULES, Check
 from ragblend.engine.vllm_support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
 
@@ -590,7 +590,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
         rule = RULES[name]
-        read = probe_layers(rule, (check,), layers.num_layers)
+        read = rule.probe_layers((check,))
         return FusePlan(
             ids, tuple(placements), rule, (check,), _PREFIX, num_fused=context, sum_over_ranks=sums, probe_layers=read
         )

@@ -147,9 +147,9 @@ class Reference:
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
-        `deviation`: v, k; or, asking the question at the layers `read`, attention, attention_k, repair. Then only the
-        share `narrow` of the stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question
-        starts at `question`, or behind the last stored token.
+        `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
+        stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
+        or behind the last stored token.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -175,7 +175,7 @@ class Reference:
 
         attention: dict[int, float] = {}
         stale = [(keys[layer].clone(), values[layer].clone()) for layer in range(self.num_layers)]
-        if deviation not in ("v", "k") and candidates and any(share < 1 for share in shares.values()):
+        if deviation == "repair" and candidates and any(share < 1 for share in shares.values()):
             end = max(
                 end for end, span in zip(accumulate(len(s.ids) for s in spans), spans, strict=True) if span.stored
             )
@@ -186,8 +186,6 @@ class Reference:
             mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
             attention = {position: float(mass[position]) for position in candidates}
             count = max(math.ceil(round(max(narrow, *shares.values()) * num_stored, 6)), 0)
-            if deviation == "attention":
-                count = math.ceil(round(shares.pop(0) * num_stored, 6))
             order = sorted(candidates, key=lambda position: (position in avoid, -attention[position]))
             candidates = set(order[:count])
 
@@ -203,8 +201,6 @@ class Reference:
                     for row, position in enumerate(running)
                     if position in candidates
                 }
-                if deviation == "attention_k":
-                    drift = {position: value * attention[position] for position, value in drift.items()}
                 if deviation == "repair":
                     drift = {
                         position: self.repair(asked[layer], queries, *stale[layer], position, k[row], v[row])

@@ -19,7 +19,7 @@ from ragblend.engine.fidelity import attention_shares, first_token_kl, note_fide
 from ragblend.engine.fusor import Fused, FusePlan, Placement, relative_deviation
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.report import BlendReport
-from ragblend.engine.selection import RULES, Check, probe_layers, schedule
+from ragblend.engine.selection import RULES, Check, schedule
 from ragblend.segments import SegmentedPrompt
 
 CHECK_LAYER = 1
@@ -51,16 +51,15 @@ def eager_attention(model: Any, prompt: Prompt, layers: tuple[int, ...]) -> Tens
     return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
 
 
-@pytest.mark.parametrize("rule", ["repair", "attention"])
+@pytest.mark.parametrize("checks", [(Check(1, 0.15),), (Check(1, 0.4), Check(2, 0.3), Check(4, 0.15))])
 @pytest.mark.parametrize("family", INDEPENDENT)
-def test_attention_shares_are_those_of_eager_attention(family, rule, stock_model, tiny_layers):
+def test_attention_shares_are_those_of_eager_attention(family, checks, stock_model, tiny_layers):
     prompt = make_prompt(31)
-    outcome = blend(tiny_layers(family), prompt, 0.15, rule)
-    report = BlendReport("blend", rule, 0.15)
-    note_fidelity(report, plan_of(prompt, rule), outcome.result)
+    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
+    report = BlendReport("blend", "repair", 0.15)
+    note_fidelity(report, plan_of(prompt, "repair"), outcome.result)
 
-    read = probe_layers(RULES[rule], schedule(RULES[rule], 0.15, 6), 6)
-    mass = eager_attention(stock_model(family), prompt, read)
+    mass = eager_attention(stock_model(family), prompt, tuple(check.layer for check in checks))
     expected = {"exact": 0.0, "recomputed": 0.0, "stale": 0.0}
     stored = [position for start, ids in prompt.starts("chunk")[1:] for position in range(start, start + len(ids))]
     for position, share in enumerate(mass.tolist()):

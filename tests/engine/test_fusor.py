@@ -19,13 +19,14 @@ from ragblend.engine.attention import BLOCK_ROWS, attend_rows
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.selection import RULES, Check, probe_layers, schedule
+from ragblend.engine.selection import RULES, Check, schedule
 from ragblend.engine.transformers_layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
 INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 RATIOS = (0.05, 0.15, 0.5)
+READ_AT = (1, 4)  # of layers 0 .. 5: where the question is read, over KV that is exact there, and over stale KV
 ATOL = 1e-4
 
 
@@ -133,7 +134,7 @@ def blend(
         RULES[rule],
         schedule_,
         len(prompt.prefix),
-        probe_layers=probe_layers(RULES[rule], schedule_, layers.num_layers),
+        probe_layers=RULES[rule].probe_layers(schedule_),
         separators=template,
         **plan_fields,
     )
@@ -300,30 +301,30 @@ def test_blending_agrees_with_the_independent_cacheblend(family, rule, deviation
 
 
 @pytest.mark.parametrize("family", INDEPENDENT)
-@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
-def test_asking_the_question_agrees_with_the_independent_reference(family, rule, stock_model, tiny_layers):
+@pytest.mark.parametrize("layer", READ_AT)
+def test_asking_the_question_agrees_with_the_independent_reference(family, layer, stock_model, tiny_layers):
     prompt, reference = make_prompt(21), Reference(stock_model(family))
     separators = [start for start, _ in prompt.starts("chunk")]
-    read = probe_layers(RULES[rule], (Check(1, 0.1),), 6)
     for ratio in RATIOS:
-        shares = {0 if rule == "attention" else 1: ratio}
-        narrow = RULES[rule].candidates(ratio)
-        expected = reference.blend(prompt.reference_spans(), shares, rule, narrow, separators, read)
+        narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
+        expected = reference.blend(prompt.reference_spans(), dict(checks), "repair", narrow, separators, [layer])
         assert expected.selected
-        assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule, separators=separators), expected)
+        outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks, separators=separators)
+        assert_same_blend(outcome, expected)
 
 
-@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
+@pytest.mark.parametrize("layer", READ_AT)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_asking_the_question_over_a_hole_agrees_with_the_reference(rule, ratio, stock_model, tiny_layers):
+def test_asking_the_question_over_a_hole_agrees_with_the_reference(layer, ratio, stock_model, tiny_layers):
     """A missing chunk and loose text between chunks run ahead with the question; only the question's queries count."""
     prompt = make_prompt(22, (12, 20, 9, 15))
     prompt.spans[2] = ("missing", prompt.spans[2][1])
     prompt.spans.insert(4, ("text", random_ids(4, 5)))
-    shares, read = {0 if rule == "attention" else 1: ratio}, probe_layers(RULES[rule], (Check(1, 0.1),), 6)
-    narrow = RULES[rule].candidates(ratio)
-    expected = Reference(stock_model("qwen3")).blend(prompt.reference_spans(), shares, rule, narrow, (), read)
-    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, rule), expected)
+    narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
+    expected = Reference(stock_model("qwen3")).blend(
+        prompt.reference_spans(), dict(checks), "repair", narrow, (), [layer]
+    )
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, rule="repair", checks=checks), expected)
 
 
 @pytest.mark.parametrize("checks", [(Check(2, 0.3),), (Check(1, 0.4), Check(4, 0.1)), (Check(1, 1.0), Check(3, 0.2))])
@@ -339,7 +340,8 @@ def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_
 def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
     """The judge is transformers' own eager attention over a cache put together from the stored chunks."""
     prompt, reference = make_prompt(24), Reference(stock_model(family))
-    outcome = blend(tiny_layers(family), prompt, 0.15, "attention")
+    checks = (Check(1, 0.4), Check(2, 0.3), Check(3, 0.2), Check(4, 0.1))
+    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
     stale = reference.blend(prompt.reference_spans(), {1: 0.0})
     kv, end = DynamicCache(), len(prompt.ids) - QUESTION
     for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
@@ -347,33 +349,37 @@ def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tin
     with torch.no_grad():
         question = torch.tensor([prompt.ids[end:]])
         seen = stock_model(family)(question, past_key_values=kv, output_attentions=True).attentions
-    read = probe_layers(RULES["attention"], (Check(0, 0.15),), 6)
-    expected = torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in read]).mean(0)
-    assert len(read) == 4
+    expected = torch.stack([seen[check.layer][0].mean(dim=(0, 1)) for check in checks]).mean(0)
     torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
-def test_template_tokens_are_chosen_only_when_nothing_else_is_left(rule, tiny_layers):
+@pytest.mark.parametrize("layer", READ_AT)
+def test_template_tokens_are_chosen_only_when_nothing_else_is_left(layer, tiny_layers):
     prompt, candidates = make_prompt(25), sum(CHUNKS[1:])
     first = PREFIX + CHUNKS[0]
     separators = list(range(first, first + 20))
-    few = blend(tiny_layers("llama"), prompt, 0.3, rule, separators=separators).recomputed
+
+    def chosen(ratio: float) -> list[int]:
+        checks = (Check(layer, ratio),)
+        return blend(tiny_layers("llama"), prompt, rule="repair", checks=checks, separators=separators).recomputed
+
+    few = chosen(0.3)
     assert len(few) == 23  # ceil(0.3 * 74)
     assert not set(few) & set(separators)
-    many = blend(tiny_layers("llama"), prompt, 0.45, rule, separators=separators).recomputed
+    many = chosen(0.45)
     assert len(many) == 34
     assert len(set(many) & set(separators)) == 34 - (candidates - 20)
 
 
-@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention", "cacheblend"])
+@pytest.mark.parametrize(("rule", "layer"), [*(("repair", layer) for layer in READ_AT), ("cacheblend", 1)])
 @pytest.mark.parametrize("hole", [False, True])
-def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tiny_layers):
+def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, layer, hole, tiny_layers):
     layers, prompt = tiny_layers("qwen3"), make_prompt(27, (12, 20, 9, 15))
     if hole:
         prompt.spans[2] = ("missing", prompt.spans[2][1])
     end = len(prompt.ids) - QUESTION
-    whole, asked = blend(layers, prompt, 0.15, rule), blend(layers, prompt, 0.15, rule, num_fused=end)
+    checks = (Check(layer, 0.15),)
+    whole, asked = (blend(layers, prompt, 0.15, rule, checks, num_fused=last) for last in (None, end))
     assert asked.recomputed == whole.recomputed != []
     assert (asked.fused.length, asked.logits.numel()) == (end, 0)
     for layer in range(layers.num_layers):
@@ -389,10 +395,13 @@ def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tin
         assert asked.result.rows_per_layer == pytest.approx([rows[0] + QUESTION, *rows[1:]])
 
 
-@pytest.mark.parametrize("rule", ["repair", "attention_k", "attention"])
-def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(rule, tiny_layers):
-    layers, prompt = tiny_layers("llama"), make_prompt(28)
-    alone, three = (blend(layers, prompt, 0.15, rule, sum_over_ranks=sums) for sums in (None, lambda each: 3 * each))
+@pytest.mark.parametrize("layer", READ_AT)
+def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(layer, tiny_layers):
+    layers, prompt, checks = tiny_layers("llama"), make_prompt(28), (Check(layer, 0.15),)
+    alone, three = (
+        blend(layers, prompt, rule="repair", checks=checks, sum_over_ranks=sums)
+        for sums in (None, lambda each: 3 * each)
+    )
     assert three.recomputed == alone.recomputed
     torch.testing.assert_close(three.result.attention, alone.result.attention)
     assert float(three.result.attention.sum()) == pytest.approx(1)
@@ -406,9 +415,10 @@ def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):
     assert result.rows_per_layer == pytest.approx([narrowed, kept + check, kept, kept, kept, kept])
     assert result.fixed_cost == pytest.approx(check)
     assert result.probe_s > 0
-    deep = blend(layers, make_prompt(26), 0.15, "attention").result
-    assert deep.rows_per_layer == [kept, *[kept + QUESTION] * 4, kept]
-    assert deep.fixed_cost == 0
+    deep = blend(layers, make_prompt(26), 0.15, "repair", (Check(4, 0.15),)).result
+    asked = narrowed + QUESTION
+    assert deep.rows_per_layer == pytest.approx([narrowed, asked, asked, asked, kept + check, kept])
+    assert deep.fixed_cost == pytest.approx(check)
     for ratio in (0.0, 1.0):  # nothing to choose
         result = blend(layers, make_prompt(26), ratio, "repair").result
         assert result.attention is None

@@ -21,7 +21,6 @@ from ragblend.engine.selection import (
     find_rule,
     gradual_schedule,
     num_to_recompute,
-    probe_layers,
     probe_pays,
     schedule,
 )
@@ -90,10 +89,9 @@ def test_rules_that_look_at_deviation_say_so():
 ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
 
 
-def test_rules_that_ask_the_question_score_by_their_evidence():
+def test_the_rule_that_asks_the_question_scores_by_its_effect():
     facts = evidence()
-    assert torch.equal(RULES["attention"].score(facts), facts.attention)
-    assert torch.equal(RULES["attention_k"].score(facts), facts.key_deviation * facts.attention)
+    assert ASKING == ["repair"]
     assert torch.equal(RULES["repair"].score(facts), facts.effect)
 
 
@@ -119,12 +117,10 @@ def test_the_papers_rules_may_choose_separators():
     assert torch.equal(RULES["cacheblend"].scores(facts), RULES["cacheblend"].score(facts))
 
 
-def test_the_question_is_read_at_the_check_layers_or_at_a_share_of_the_depth():
+def test_the_question_is_read_at_the_check_layers():
     checks = (Check(1, 0.4), Check(4, 0.1))
-    assert probe_layers(RULES["repair"], checks, 8) == (1, 4)
-    assert probe_layers(RULES["attention"], (Check(0, 0.1),), 10) == (2, 3, 4, 5, 6, 7)
-    assert probe_layers(RULES["attention"], (Check(0, 0.1),), 1) == (0,)
-    assert probe_layers(RULES["cacheblend"], checks, 8) == ()
+    assert RULES["repair"].probe_layers(checks) == (1, 4)
+    assert RULES["cacheblend"].probe_layers(checks) == ()
 
 
 @given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))

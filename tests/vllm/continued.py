@@ -9,9 +9,6 @@ import torch
 from reference import Blended, Reference, Span
 from torch import Tensor
 
-ASKING = {"repair": (1,), "attention_k": (1,), "attention": (1, 2, 3, 4)}
-"""Rules that ask the question, and where in a model of six layers they read the answer."""
-
 
 class Continued(Reference):
     """`blended` a prompt, then `logprobs` of any continuation: vLLM's tokens are forced, its probabilities compared."""
@@ -35,17 +32,16 @@ class Continued(Reference):
         selected: list[int],
         question: int | None = None,
         avoid: Sequence[int] = (),
+        layer: int = 1,
     ) -> Blended:
         """Blend at `ratio`; a rule without deviation is told the selection, which its own tests check.
 
-        Rules that ask: the question starts at `question`, template tokens `avoid` are chosen last.
+        `repair` asks at `layer`: the question starts at `question`, template tokens `avoid` are chosen last.
         """
         if rule == "first_k":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
-        elif rule in ASKING:
-            shares, read = {0 if rule == "attention" else 1: ratio}, ASKING[rule]
-            narrow = min(0.6, 12 * ratio) if rule == "repair" else 0.4
-            result = self.blend(parts, shares, rule, narrow, avoid, read, question)
+        elif rule == "repair":
+            result = self.blend(parts, {layer: ratio}, rule, min(0.6, 12 * ratio), avoid, [layer], question)
         else:
             result = self.blend(parts, {1: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result

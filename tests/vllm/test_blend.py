@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from continued import Continued
-from harness import ask, ask_all, engine, ingest, random_ids, recorded_selections, report, tokens
+from harness import ask, ask_all, engine, ingest, random_ids, reading_at, recorded_selections, report, tokens
 from reference import Span
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
-RULES = ("cacheblend", "cacheblend_k", "first_k", "auto", "attention_k", "attention")
+RULES = ("cacheblend", "cacheblend_k", "first_k", "auto")
 PREFIX, CHUNKS, QUESTION, STEPS = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
 MISSING, GAP = random_ids(33, 5), random_ids(7, 6)
 TOLERANCE = 1e-3  # of log-probabilities, float32
@@ -73,21 +73,31 @@ def blend_params(prompt: Prompt, ratio: float, rule: str = "cacheblend") -> dict
 
 
 @pytest.fixture(scope="module", params=["llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"])
-def served(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Any]]:
-    """A family's engine with the chunks stored."""
-    family = request.param
-    with engine(checkpoint(family), tmp_path_factory.mktemp("kv")) as llm:
+def family(request: pytest.FixtureRequest) -> str:
+    """A family's name."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def store(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where its engine stores chunks."""
+    return tmp_path_factory.mktemp(f"kv-{family}")
+
+
+@pytest.fixture(scope="module")
+def served(family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
+    """Its engine with the chunks stored."""
+    with engine(checkpoint(family), store) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] is None
         yield family, llm
 
 
-def assert_like_reference(output: Any, prompt: Prompt, reference: Continued, selected: list[int], case: Any) -> None:
+def assert_like_reference(
+    output: Any, prompt: Prompt, reference: Continued, selected: list[int], ratio: float, rule: str, layer: int = 1
+) -> None:
     """Same selection, same choice at every step, log-probabilities within TOLERANCE."""
-    ratio, rule = case
-    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.spans[-1][1], prompt.template)
+    expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.spans[-1][1], prompt.template, layer)
     if rule != "first_k" and ratio > 0:
         assert selected == expected.selected
     answer, worst = tokens(output), 0.0
@@ -120,7 +130,20 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, sto
                 assert report(output)["num_chunk_hits"] == 3
                 rule_run = report(output)["rule"]
                 assert rule_run == ("repair" if rule == "auto" else rule)
-                assert_like_reference(output, prompt, reference, selections[-1], (ratio, rule_run))
+                assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run)
+
+
+def test_a_question_read_deep_agrees_with_the_independent_cacheblend(served, stock, store):
+    """Layers 0 .. 4 run ahead, over stale KV, and all of them are read back from vLLM's blocks."""
+    family, llm = served
+    reference = Continued(stock(family))
+    with reading_at(store, PREFIX, 4):
+        for prompt in (plain_prompt(), patchy_prompt()):
+            for ratio in RATIOS:
+                with recorded_selections() as selections:
+                    output = ask(llm, prompt.ids, blend_params(prompt, ratio, "repair"), STEPS)
+                assert report(output)["num_chunk_hits"] == 3
+                assert_like_reference(output, prompt, reference, selections[-1], ratio, "repair", 4)
 
 
 def test_stale_chunks_do_change_the_answer(served):

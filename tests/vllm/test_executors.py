@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 from continued import Continued
-from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, recorded_selections, report, tokens
+from harness import (
+    ask,
+    ask_all,
+    engine,
+    free_blocks,
+    ingest,
+    random_ids,
+    reading_at,
+    recorded_selections,
+    report,
+    tokens,
+)
 from reference import Span
 
 from ragblend.engine.disk import DiskStore
@@ -18,7 +29,7 @@ IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
 SPANS = [[5, 66], [66, 106], [106, 181]]
 
 
-def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
+def assert_exact(llm: Any, stock: Callable[[str], Any], store: Path) -> None:
     """Ingest, then compare with vLLM's own prefill and with the independent CacheBlend."""
     for chunk in CHUNKS:
         assert ingest(llm, PREFIX, chunk)["refused_reason"] is None
@@ -27,14 +38,19 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     assert tokens(whole) == tokens(ask(llm, IDS))
     parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
     reference = Continued(stock("llama"))
-    rules = ("cacheblend", "cacheblend_k", "repair", "attention_k", "attention")
-    cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in rules]
-    params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
-    # All at once, so that those with few tokens to recompute share passes.
-    for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
-        expected = reference.blended(parts, ratio, rule, [])
-        assert report(output)["num_recomputed_tokens"] == len(expected.selected)
-        assert_close(output, reference)
+
+    def agree(rules: tuple[str, ...], layer: int) -> None:
+        cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in rules]
+        params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
+        # All at once, so that those with few tokens to recompute share passes.
+        for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
+            expected = reference.blended(parts, ratio, rule, [], layer=layer)
+            assert report(output)["num_recomputed_tokens"] == len(expected.selected)
+            assert_close(output, reference)
+
+    agree(("cacheblend", "cacheblend_k", "repair"), 1)
+    with reading_at(store, PREFIX, 4):
+        agree(("repair",), 4)
 
 
 def assert_close(output: Any, reference: Continued) -> None:
@@ -48,7 +64,7 @@ def assert_close(output: Any, reference: Continued) -> None:
 def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path):
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
-        assert_exact(llm, stock)
+        assert_exact(llm, stock, tmp_path / "two")
     with engine(checkpoint("llama"), tmp_path / "one", skip_tokenizer_init=True) as llm:
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
@@ -63,7 +79,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
 
 def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
     with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
-        assert_exact(llm, stock)
+        assert_exact(llm, stock, tmp_path)
 
 
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
@@ -80,12 +96,12 @@ def test_a_long_question_in_chunks_of_a_prefill(
     spans = [*SPANS, [181, 471]]
     reference = Continued(stock("llama"))
     with engine(checkpoint("llama"), tmp_path, {"slice_tokens": 30}, skip_tokenizer_init=True, **options) as llm:
-        assert_exact(llm, stock)
+        assert_exact(llm, stock, tmp_path)
         free = free_blocks(llm)
-        for rule in ("repair", "attention"):
-            with recorded_selections() as selections:
-                output = ask(llm, ids, {"mode": "blend", "rule": rule, "ratio": 0.15, "spans": spans})
-            assert selections == [reference.blended(parts, 0.15, rule, [], 471).selected]
+        for layer in (1, 4):
+            with reading_at(tmp_path, PREFIX, layer), recorded_selections() as selections:
+                output = ask(llm, ids, {"mode": "blend", "rule": "repair", "ratio": 0.15, "spans": spans})
+            assert selections == [reference.blended(parts, 0.15, "repair", [], 471, layer=layer).selected]
             assert_close(output, reference)
         # The default rule weighs what asking costs, and here it is more than it brings.
         assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == "cacheblend_k"

@@ -60,7 +60,7 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, An
         ids, spans = prompt_of(chunks, dice.randrange(4))
         params = {
             "mode": dice.choice(["blend", "blend", "blend", "reuse"]),
-            "rule": dice.choice(["auto", "repair", "attention_k", "cacheblend", "first_k"]),
+            "rule": dice.choice(["auto", "repair", "cacheblend_k", "cacheblend", "first_k"]),
             "ratio": dice.choice([0.05, 0.15, 0.5]),
             "spans": spans,
         }
