@@ -30,6 +30,7 @@ from ragblend.engine.selection import AUTO, CHECK_LAYER, FALLBACK, check_ratio, 
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.index import ChunkIndex
+from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.precompute import Progress, disk_store
 from ragblend.segments import Chunk, SegmentedPrompt
 
@@ -329,10 +330,10 @@ def fit(outcomes: Outcomes, target: Target, among: Sequence[int]) -> Fit:
     smooth = monotone(outcomes.agrees[row].mean(-1))
     # Where the folds were more careful than the whole, they say nothing about what the whole decided.
     num_right = min(int(unseen.sum()), round(float(smooth[place]) * outcomes.num_questions))
-    low, high = share_interval(num_right, outcomes.num_questions)
+    share = num_right / outcomes.num_questions
+    low, high = wilson_interval(share, outcomes.num_questions)
     setting = outcomes.settings[row]
     met = bool(_meets(outcomes, target, row, everything)[place])
-    share = num_right / outcomes.num_questions
     return Fit(*setting, outcomes.ratios[place], met, share, low, high, _curve(outcomes, row, smooth))
 
 
@@ -380,7 +381,7 @@ def _curve(outcomes: Outcomes, row: int, smooth: Floats) -> tuple[CurvePoint, ..
     points = []
     for place, ratio in enumerate(outcomes.ratios):
         agrees, kl = outcomes.agrees[row, place], outcomes.kl[row, place]
-        low, high = share_interval(int(agrees.sum()), outcomes.num_questions)
+        low, high = wilson_interval(float(agrees.mean()), outcomes.num_questions)
         share = float(smooth[place])
         charged, charged_32 = (float(a[row, place].mean()) for a in (outcomes.charged, outcomes.charged_32))
         kl_low, kl_high = mean_interval(kl)
@@ -403,18 +404,6 @@ def monotone(values: Floats) -> Floats:
     return found
 
 
-def share_interval(count: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
-
-    >>> [round(bound, 3) for bound in share_interval(95, 100)]
-    [0.888, 0.978]
-    """
-    from scipy.stats import binomtest
-
-    bounds = binomtest(count, total).proportion_ci(method="wilson")
-    return max(0.0, float(bounds.low)), min(1.0, float(bounds.high))
-
-
 def expected_shares(count: int, total: int, others: int) -> tuple[float, float]:
     """Between which shares of `others` more trials 95 % fall, after `count` of `total` (beta-binomial, prior 1/2, 1/2).
 
@@ -427,13 +416,6 @@ def expected_shares(count: int, total: int, others: int) -> tuple[float, float]:
 
     predicted = betabinom(others, count + 0.5, total - count + 0.5)
     return float(predicted.ppf(0.025)) / others, float(predicted.ppf(0.975)) / others
-
-
-def mean_interval(values: Floats) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean of `values` [Q]."""
-    draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
-    low, high = np.percentile(values[draws].mean(axis=1), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def _settings_of(outcomes: Outcomes, rule: str) -> list[int]:

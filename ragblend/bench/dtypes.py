@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ragblend.bench.hardware import card_lines, hardware_card
 from ragblend.bench.quality_cases import make_items
-from ragblend.bench.quality_runs import FULL, REUSE, Answer, Configuration, answer, kl, mean_interval, request_for
+from ragblend.bench.quality_runs import FULL, REUSE, Answer, Configuration, answer, kl, request_for
 from ragblend.bench.ttft import threads
 from ragblend.bench.workloads import (
     PREFIX_TOKENS,
@@ -47,6 +47,7 @@ from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import UsageError
+from ragblend.intervals import mean_interval
 
 SCHEMA_VERSION = 1
 OUT = Path("data/results/kv-dtypes.json")

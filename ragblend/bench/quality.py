@@ -42,9 +42,9 @@ from ragblend.bench.retrieval_quality import CorpusConfig, bench_corpus
 from ragblend.demo.evaluate import Setting
 from ragblend.demo.questions import KINDS
 from ragblend.engine import load_engine
-from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.errors import UsageError
+from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress
 
 SCHEMA_VERSION = 2

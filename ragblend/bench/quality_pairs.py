@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ragblend.bench.quality_runs import Configuration, Record, kinds_of, mean_interval
+from ragblend.bench.quality_runs import Configuration, Record, kinds_of
+from ragblend.intervals import mean_interval
 
 GROUPS = ("all", "multi_hop", "references")
 MEASURES = ("exact", "first_token_kl", "answer_kl")

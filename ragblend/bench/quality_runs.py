@@ -13,24 +13,21 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from ragblend.bench.quality_budget import costs_of, ratio_for
 from ragblend.bench.quality_measures import Distance, Reading, distance, read, rouge_l, token_f1
 from ragblend.demo.questions import KINDS, REFERENCE_KINDS
-from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.fusor import FusedKV
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.selection import find_rule
 from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.segments import SegmentedPrompt
 
 MAX_ANSWER_TOKENS = 32
-NUM_RESAMPLES = 1000  # of the bootstrap
-_RESAMPLES_AT_ONCE = 1000  # bounds memory
 MULTI_HOP_KINDS = ("cross_ref", "two_hop_cross", "two_hop_ref")
 """The kinds whose evidence stands in several chunks."""
 _STORE_BYTES = 512 << 20  # questions come story by story, so a few stories' KV is enough
@@ -385,21 +382,6 @@ def _row(configuration: Configuration, kind: str, records: Sequence[Record], con
 def _by_layer(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Means over the questions, layer by layer."""
     return tuple(fmean(layer) for layer in zip(*values, strict=True))
-
-
-def mean_interval(values: Sequence[float], seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean: percentiles over resamples of the questions.
-
-    >>> mean_interval([2.0, 2.0, 2.0])
-    (2.0, 2.0)
-    """
-    rng, given = np.random.default_rng(seed), np.asarray(values, dtype=float)
-    means: list[Any] = []
-    for _ in range(0, num_resamples, _RESAMPLES_AT_ONCE):
-        drawn = rng.integers(len(given), size=(min(num_resamples, _RESAMPLES_AT_ONCE), len(given)))
-        means.append(given[drawn].mean(axis=1))
-    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def total_row(rows: Sequence[Row], mode: str) -> Row:

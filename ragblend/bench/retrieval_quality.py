@@ -23,11 +23,11 @@ from ragblend.bench.quality_runs import FULL, Configuration, Item, Record, Row, 
 from ragblend.bench.quality_tables import corpus_table
 from ragblend.embedders import FloatArray
 from ragblend.engine import load_engine
-from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
+from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress, ingest, open_engine_index
 from ragblend.segments import Chunk, SegmentedPrompt
 

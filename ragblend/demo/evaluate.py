@@ -36,7 +36,7 @@ from ragblend.demo.tokenizer import (
     encode,
     token_id,
 )
-from ragblend.engine.agreement import wilson_interval
+from ragblend.intervals import wilson_interval
 
 
 class Case(NamedTuple):

@@ -5,8 +5,9 @@ Plain values only. Knows nothing about how comparisons are made (`shadow` makes 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from ragblend.intervals import wilson_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,3 @@ class ShadowCounters:
 
 def _share(count: int, share: float, interval: tuple[float, float]) -> str:
     return f"{count} ({share:.0%}, {interval[0] * 100:.0f} to {interval[1] * 100:.0f} %)".replace("%,", " %,")
-
-
-def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `num` cases.
-
-    >>> tuple(round(bound, 3) for bound in wilson_interval(0.95, 100))
-    (0.888, 0.978)
-    """
-    z = 1.96
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
-    return middle - half, middle + half

@@ -39,7 +39,6 @@ from ragblend.bench.quality_runs import (
     answer,
     configurations,
     kl,
-    mean_interval,
     request_for,
     rows_of,
     run_item,
@@ -419,12 +418,6 @@ def test_differences_are_paired_and_at_equal_terms() -> None:
     assert kl_difference.excludes_zero
     same = differences({auto: noisy, other: noisy}, "repair", ["random"])[0]
     assert (same.mean, same.low, same.high, same.excludes_zero) == (0.0, 0.0, 0.0, False)
-
-
-def test_the_bootstrap_interval_shrinks_with_more_questions() -> None:
-    few, many = mean_interval([0.0, 1.0] * 5), mean_interval([0.0, 1.0] * 500)
-    assert few[0] < many[0] < 0.5 < many[1] < few[1]
-    assert many == pytest.approx((0.5 - 1.96 * 0.5 / 1000**0.5, 0.5 + 1.96 * 0.5 / 1000**0.5), abs=0.01)
 
 
 def test_a_break_is_an_interval_clear_of_the_other() -> None:

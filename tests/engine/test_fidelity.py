@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from reference import Reference
 from test_fusor import INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full_prefill, make_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragblend.engine.agreement import wilson_interval
 from ragblend.engine.fidelity import attention_shares, first_token_kl, note_fidelity
 from ragblend.engine.fusor import Fused, FusePlan, Placement, relative_deviation
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
@@ -161,14 +157,3 @@ def test_first_token_kl_is_torchs_own():
     )
     assert first_token_kl(full, other) == pytest.approx(float(expected), rel=1e-9)
     assert 0 <= first_token_kl(full, full + 3) < 1e-12
-
-
-@given(num=st.integers(1, 10_000), data=st.data())
-def test_wilsons_interval_holds_the_share_and_is_scipys(num, data):
-    stats = pytest.importorskip("scipy.stats")
-    hits = data.draw(st.integers(0, num))
-    low, high = wilson_interval(hits / num, num)
-    assert low - 1e-9 <= hits / num <= high + 1e-9
-    expected = stats.binomtest(hits, num).proportion_ci(method="wilson")
-    assert math.isclose(low, expected.low, abs_tol=1e-4)
-    assert math.isclose(high, expected.high, abs_tol=1e-4)
