@@ -13,15 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.chunker import Document, ReadFailure, Splitter, iter_documents, split
 from ragblend.engine.disk import DiskStore
-from ragblend.engine.kv import in_memory, stored_as
 from ragblend.engine.protocols import Engine
 from ragblend.engine.store import Pins, TieredStore, format_bytes, kv_dtype_of
 from ragblend.errors import (
-    DamagedEntryError,
     EmptyCorpusError,
     NotFoundError,
     StoreFullError,
@@ -30,13 +28,13 @@ from ragblend.errors import (
 )
 from ragblend.index import ChunkIndex, open_index
 from ragblend.registry import ChunkRegistry, registry_of
+from ragblend.rewriting import count_others, prefill_again, round_known
 from ragblend.segments import Chunk
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
-_RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
 _SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
 
 
@@ -138,16 +136,17 @@ def precompute_chunks(
     missing = [chunk for chunk in distinct.values() if not engine.is_stored(chunk)]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_store(engine), set(missing)
-    others = _stored_otherwise([chunk for chunk in distinct.values() if chunk not in absent], engine, rewrite)
+    known = [chunk for chunk in distinct.values() if chunk not in absent]
+    renewed: list[Chunk] = []
     if rewrite:
-        report.num_rewritten_kv = _round_known(others, engine) + len(others.to_prefill)
-    elif others.num_chunks:
-        report.num_other_kv = others.num_chunks
+        num_rounded, renewed = round_known(known, engine)
+        report.num_rewritten_kv = num_rounded + len(renewed)
+    elif num_others := count_others(known, engine, disk):
+        report.num_other_kv = num_others
         if say is not None:
             dtype = kv_dtype_of(engine.store)
-            say(f"{others.num_chunks} known chunks stay as they are stored, not as {dtype}; to change that: "
+            say(f"{num_others} known chunks stay as they are stored, not as {dtype}; to change that: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
-    renewed = others.to_prefill if rewrite else []
     if disk is not None and (missing or renewed):
         num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
@@ -161,7 +160,7 @@ def precompute_chunks(
         # Texts are noted first, all in one transaction: a text whose KV is still to come is prefilled in its prompt,
         # KV whose text is unknown would never be found.
         registry.add(text for text, _ in distinct)
-    stored = chain(_prefill(missing, engine), _prefill_again(renewed, engine))
+    stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
     for done, nbytes in enumerate(stored, start=1):
         report.new_kv_bytes += nbytes
         report.num_new_kv += done <= len(missing)
@@ -186,66 +185,6 @@ def _prefill(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
     """Prefill chunks one after the other, or side by side where the engine can; the bytes stored of each."""
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)
-
-
-def _prefill_again(chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-    """The same of chunks whose KV is dropped first, a few at a time: an interruption costs those few at most."""
-    for start in range(0, len(chunks), _RENEW_BATCH):
-        batch = chunks[start : start + _RENEW_BATCH]
-        for chunk in batch:
-            engine.forget(chunk)
-        yield from _prefill(batch, engine)
-
-
-class _Others(NamedTuple):
-    """Known chunks that the store would store in another dtype today."""
-
-    to_round: list[Chunk]  # as computed, wanted in eight bits
-    to_prefill: list[Chunk]  # in eight bits, wanted as computed or in other eight bits
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.to_round) + len(self.to_prefill)
-
-
-def _stored_otherwise(known: Sequence[Chunk], engine: Engine, rewrite: bool) -> _Others:
-    """Which of the `known` chunks are stored in another dtype than the store's.
-
-    Only to tell the user, the disk's headers do, and a store of KV as computed, the default, is not searched at all.
-    """
-    others, kv_dtype, disk = _Others([], []), kv_dtype_of(engine.store), disk_store(engine)
-    if rewrite and not isinstance(engine.store, TieredStore):
-        raise UsageError("KV is rewritten by whoever opens the store itself, a server's where the server runs; "
-                         "there: ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
-    if not rewrite and (kv_dtype == "auto" or disk is None):
-        return others
-    for chunk in known:
-        if rewrite:
-            kv = engine.store.get(engine.key(chunk))
-            header = kv.header if kv is not None else None
-        else:
-            header = disk.header(engine.key(chunk)) if disk is not None else None
-        if header is not None and (header.kv_dtype or "auto") != kv_dtype:
-            (others.to_round if header.is_lossless else others.to_prefill).append(chunk)
-    return others
-
-
-def _round_known(others: _Others, engine: Engine) -> int:
-    """Store chunks as computed in the store's eight bits; what turns out damaged is to be prefilled. How many."""
-    assert isinstance(engine.store, TieredStore)
-    num_rounded = 0
-    for chunk in others.to_round:
-        kv = engine.store.get(engine.key(chunk))
-        try:
-            whole = in_memory(kv) if kv is not None else None
-        except DamagedEntryError:
-            whole = None
-        if whole is None:
-            others.to_prefill.append(chunk)
-        elif stored_as(whole, engine.store.kv_dtype) is not whole:  # a few tokens have nothing to gain
-            engine.store.replace(whole)
-            num_rounded += 1
-    return num_rounded
 
 
 def precompute_documents(
