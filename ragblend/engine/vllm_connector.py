@@ -404,7 +404,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Model and cache are there, and no request yet: the time for the self-check."""
-        from ragblend.engine.vllm_layers import VllmLayers, self_check
+        from ragblend.engine.vllm_layers import VllmLayers
+        from ragblend.engine.vllm_self_check import self_check
 
         model = self._model if self._model is not None else loaded_model()
         if model is None:

@@ -7,7 +7,7 @@ cache is never indexed, its layout differs between devices and releases: keys an
 own `do_kv_cache_update`, and only what is needed again is kept aside.
 
 The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
-layer's attention is ours (`attention.attend_rows`), and the self-check compares the two.
+layer's attention is ours (`attention.attend_rows`), and `vllm_self_check` compares the two.
 
 `hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
 output and the residual, so that a sum is rounded exactly where vLLM rounds it.
@@ -25,18 +25,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.attention import Queries, attend_rows
-from ragblend.engine.fusor import FusePlan, Placement, Run, fuse, prefill_chunk
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dtype_name, restored
+from ragblend.engine.fusor import Placement, Run
+from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.protocols import Watch
-from ragblend.engine.selection import RULES, Check
 from ragblend.engine.vllm_support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
 
-# Largest deviation of the self-check, as a share of the largest value; see self_check.TOLERANCE.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _APART = 1 << 32  # between the positions of two requests, so that no run spans both
-_PREFIX, _CHUNKS, _CHUNK, _QUESTION = 5, 3, 24, 7  # tokens of the self-check's prompt
 
 
 class _StopError(Exception):
@@ -522,91 +518,3 @@ def _joined(pieces: list[LayerKV]) -> LayerKV:
     if len(pieces) == 1:
         return pieces[0]
     return LayerKV(torch.cat([piece.keys for piece in pieces], 1), torch.cat([piece.values for piece in pieces], 1))
-
-
-@torch.inference_mode()
-def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
-    """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Before any request: uses blocks 1...
-
-    A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
-    recomputing scattered tokens over exact KV changes nothing. Judged by what the tokens after them come out as. And
-    those tokens come out the same when they are asked ahead, without blocks.
-    """
-    total = _PREFIX + _CHUNKS * _CHUNK + _QUESTION
-    needed = -(-total // layers.block_size)
-    if num_blocks <= needed:  # block 0 is vLLM's null block
-        raise UnsupportedModelError(f"{name} got {num_blocks} blocks of KV cache; its self-check needs {needed + 1}")
-    for gate, error in _gates(layers, vocabulary, list(range(1, needed + 1)), total).items():
-        if not error <= TOLERANCE[layers.dtype]:  # NaN fails too
-            raise UnsupportedModelError(
-                f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
-                f"{TOLERANCE[layers.dtype]:g}. Serve it without the ragblend connector"
-            )
-
-
-def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -> dict[str, float]:
-    """Relative error of each gate."""
-    ids = torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(layers.device)
-    everything, context = torch.arange(total, device=layers.device), total - _QUESTION
-    question = everything[context:]
-    dtype = dtype_name(layers.dtype)
-
-    def header(start: int, end: int) -> KVHeader:
-        return KVHeader("check", "check", (), tuple(ids[start:end].tolist()), layers.num_layers, dtype)
-
-    def paged(length: int = 0) -> PagedKV:
-        made = PagedKV(layers, blocks, total)
-        made.length = length
-        return made
-
-    def outcome(rows: Tensor) -> Tensor:
-        hidden, behind = layers.embed(ids[rows]), paged()
-        for layer in range(layers.num_layers):
-            hidden = layers.run_layer(layer, hidden, rows, behind)
-        return layers.norm(hidden)[-_QUESTION:]
-
-    def blended(plan: FusePlan) -> Tensor:
-        target = PagedKV(layers, blocks, context, range(layers.num_layers), _QUESTION)
-        with PagedSource((prefix, *plan.placements), layers, target) as source:
-            fuse(layers, plan, target, source)
-        return outcome(question)
-
-    def asked(placement: Placement) -> Tensor:
-        target = PagedKV(layers, blocks, context, range(layers.num_layers), _QUESTION)
-        hidden = layers.embed(ids[question])
-        with PagedSource((prefix, placement), layers, target) as source:
-            for layer in range(layers.num_layers):
-                source.wait(layer)
-                hidden = layers.run_layer_ahead(layer, hidden, question, target, None)
-        return layers.norm(hidden)
-
-    full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().pieces(everything)])
-    expected = full[-_QUESTION:]
-    prefix = Placement(prefill_chunk(layers, paged(), header(0, _PREFIX)), 0, exact=True)  # stays in place
-    places = range(_PREFIX, context, _CHUNK)
-    chunks = [Placement(prefill_chunk(layers, paged(_PREFIX), header(at, at + _CHUNK)), at, False) for at in places]
-    sums = layers.sum_over_ranks
-    first = chunks[0]._replace(exact=True)
-
-    def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
-        rule = RULES[name]
-        read = rule.probe_layers((check,))
-        return FusePlan(
-            ids, tuple(placements), rule, (check,), _PREFIX, num_fused=context, sum_over_ranks=sums, probe_layers=read
-        )
-
-    gates = {
-        "a chunk behind its prefix": blended(plan([first], "cacheblend", Check(1, 0.0))),
-        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", Check(1, 1.0))),
-    }
-    exact = prefill_chunk(layers, paged(_PREFIX), header(_PREFIX, context))
-    whole = Placement(exact, _PREFIX, False)
-    gates["scattered tokens over exact KV"] = blended(plan([whole], "random", Check(0, 0.5)))
-    gates["probing over exact KV"] = blended(plan([whole], "repair", Check(1, 0.3)))
-    gates["the question asked ahead"] = asked(whole)
-    return {gate: _error(found, expected) for gate, found in gates.items()}
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference as a share of the largest expected value."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

@@ -10,7 +10,8 @@ import pytest
 from harness import ask, connector_worker, engine, random_ids, tokens
 
 from ragblend.engine.kv import LayerKV
-from ragblend.engine.vllm_layers import VllmLayers, self_check
+from ragblend.engine.vllm_layers import VllmLayers
+from ragblend.engine.vllm_self_check import self_check
 from ragblend.errors import UnsupportedModelError
 
 
