@@ -23,6 +23,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ragblend.engine import StoreOptions
 from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
 from ragblend.recovery import Block, check_separator, recover
@@ -71,6 +72,8 @@ class CallOptions:
 _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
+# What `load_engine` takes and no field is for.
+_ENGINE_OPTIONS = frozenset({*StoreOptions.__annotations__, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
 _TOOL_ARGUMENTS = ("tools", "tool_choice", "functions", "function_call", "response_format")
 
 
@@ -113,6 +116,7 @@ class BlendModel(BaseModel):
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
     vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
+    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, eviction, shadow, ...
     separator: str | None = None
     strict: bool = False
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
@@ -123,6 +127,10 @@ class BlendModel(BaseModel):
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
         _check(self)
+        unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
+        if unknown:
+            known = ", ".join(sorted(_ENGINE_OPTIONS))
+            raise UsageError(f"engine_options has {', '.join(unknown)}; choose from {known}. All else is a field")
         if self.engine is None:
             self.engine = share_engine(
                 self.model,
@@ -135,7 +143,10 @@ class BlendModel(BaseModel):
                 namespace=self.namespace,
                 on_miss=self.on_miss,
                 **_backend_options(self, key),
+                **(self.engine_options or {}),
             )
+        elif self.engine_options:
+            raise UsageError("engine_options make an engine, and the one given is made: hand them to load_engine")
         else:
             _CLOSE_AT_EXIT.add(self.engine)
             self.model = self.engine.name

@@ -180,8 +180,10 @@ class BlendLLM(BlendModel, BaseLLM):
 
     def as_chat(self) -> ChatBlend:
         """The chat model over the same engine, with the same settings."""
-        shared = {*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose"}
-        return ChatBlend(**{name: getattr(self, name) for name in shared})
+        shared = {*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose"} - {"engine_options"}
+        chat = ChatBlend(**{name: getattr(self, name) for name in shared})
+        chat.engine_options = self.engine_options  # the engine is made already
+        return chat
 
     # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
 

@@ -69,6 +69,12 @@ def answer(llm: BlendLLM, chunks: list[str] = TEXTS[:2], question: str = QUESTIO
 # --- the LLM ----------------------------------------------------------------------------------------------------------
 
 
+def test_engine_options_reach_the_engine_that_is_made(tmp_path: Path) -> None:
+    llm = BlendLLM(model="demo", store=tmp_path, engine_options={"memory_gib": 0, "shadow": 0.5})
+    assert ([type(tier).__name__ for tier in llm.engine.store.tiers], llm.engine.shadow.share) == (["DiskStore"], 0.5)
+    llm.engine.close()
+
+
 def test_it_is_a_llama_index_llm(llm: BlendLLM) -> None:
     assert BaseLLM.__name__ in [base.__name__ for base in type(llm).__mro__]
     assert BaseSynthesizer.__name__ in [base.__name__ for base in BlendSynthesizer.__mro__]

@@ -573,6 +573,33 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
     chat.engine.close()
 
 
+def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
+    options = {"memory_gib": 0, "disk_gib": 2, "eviction": "gdsf", "kv_dtype": "int8", "shadow": 1.0}
+    llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)
+    (disk,) = llm.engine.store.tiers
+    assert (disk.capacity_bytes, llm.engine.store.kv_dtype) == (2 << 30, "int8")
+    assert llm.engine is not share_engine("demo", tmp_path)
+    precompute_and_register([A, B], llm)
+    llm.invoke(CONTEXT)
+    llm.engine.flush_shadow()
+    assert llm.engine.shadow.num_shadowed == 1
+    chat = llm.as_chat()
+    assert (chat.engine, chat.engine_options) == (llm.engine, options)
+    llm.engine.close()
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: TransformersEngine) -> None:
+    with pytest.raises(ValidationError, match=r"engine_options has memory.*choose from disk_gib.*memory_gib.*shadow"):
+        kind(engine_options={"memory": 8})
+    with pytest.raises(ValidationError, match="engine_options has device"):
+        kind(engine_options={"device": "cpu"})
+    with pytest.raises(ValidationError, match="hand them to load_engine"):
+        kind(engine=engine, engine_options={"memory_gib": 8})
+    with pytest.raises(ValidationError, match="memory_gib cannot be set here"):
+        kind(backend="http://127.0.0.1:1", engine_options={"memory_gib": 8})
+
+
 def test_texts_ingested_through_one_model_are_known_to_the_other(tmp_path: Path) -> None:
     chat, llm = ChatBlend(model="demo", store=tmp_path), BlendLLM(model="demo", store=tmp_path)
     precompute_and_register([A], chat)
