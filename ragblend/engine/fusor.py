@@ -151,6 +151,12 @@ class Fused:
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
+    def charge_once(self, num_rows: float, plan: FusePlan) -> None:
+        """Count rows that something else ran at layer 0, and that a deeper model runs no more of."""
+        self.rows_per_layer[0] += num_rows
+        if plan.checks[0].layer == 0:
+            self.fixed_cost += num_rows
+
 
 class Run(NamedTuple):
     """A layer to be run over some rows of a prompt, as `LayerwiseModel.run_layer` takes it."""

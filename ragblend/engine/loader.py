@@ -1,8 +1,8 @@
 """Bring stored KV into the prompt's KV, a layer at a time, ahead of the fusor.
 
 One background reader reads, dequantises and places layer i+1 while layer i is fused; KV that is in memory already, as
-it was computed, is placed without a thread where the model computes on the CPU. Knows ChunkKV and tensors; not where
-they come from.
+it was computed, is placed without a thread where the model computes on the CPU. Layer 0, which would have nothing to
+hide behind, can be computed instead of read. Knows ChunkKV and tensors; not where they come from.
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ class _Group:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
 
+    def token_ids(self) -> Tensor:
+        """Of all chunks, side by side: [T of all] int64."""
+        return torch.tensor([token for kv in self._kvs for token in kv.header.token_ids], device=self.rows.device)
+
+    def read_through(self, layer: int) -> None:
+        """Read one layer of all chunks for the store's sake. Raises DamagedEntryError."""
+        for index, kv in enumerate(self._kvs):
+            start_s = perf_counter()
+            kv.stored_layer(layer)
+            self.read_s[index] += perf_counter() - start_s
+
 
 def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ascending spans, with those that touch made one.
@@ -99,6 +110,10 @@ class LayerLoader:
 
     `together`: place a layer's chunks in one call, and write those that stand side by side as one. That is a copy
     more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
+
+    `first_layer`: pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], on which alone they depend. Where it
+    is given and something has to be read, `wait(0)` calls it, and the reader starts at layer 1. It still reads layer 0,
+    last and for the store's sake, which verifies entries and moves them up whole; leaving waits for that, and raises.
     """
 
     def __init__(
@@ -111,6 +126,7 @@ class LayerLoader:
         depth: int = DEPTH,
         *,
         together: bool = False,
+        first_layer: Callable[[Tensor], LayerKV] | None = None,
     ) -> None:
         self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
         self._num_layers = num_layers
@@ -125,21 +141,29 @@ class LayerLoader:
             self._transfer.beside_compute or not (isinstance(each.kv, MemoryKV) and each.kv.header.is_lossless)
             for each in placements
         )
+        is_read = any(not isinstance(placement.kv, MemoryKV) for placement in placements)
+        self._first_layer = first_layer if is_read else None
         self._thread: threading.Thread | None = None
         self._num_waited = 0
         self._released_s = [0.0] * num_layers  # when the fusor got a layer it waited for, the last time it did
+        self._read_through_s = 0.0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
 
     @property
     def load_s(self) -> float:
-        """Seconds spent reading and placing, overlapped or not."""
-        return sum(event.end_s - event.start_s for event in self.events)
+        """Seconds spent reading (or computing layer 0) and placing, overlapped or not."""
+        return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
 
     @property
     def read_s(self) -> list[float]:
         """Of that, seconds spent reading each placement's stored KV; placing is done for several at once."""
         return [seconds for group in self._groups for seconds in group.read_s]
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose layer-0 keys and values were computed instead of read."""
+        return sum(len(group.rows) for group in self._groups) if self._first_layer is not None else 0
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:
@@ -150,17 +174,21 @@ class LayerLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopped.set()
-        self._ahead.release()
+        is_done = error is None and self._num_waited == self._num_layers
+        if not is_done:
+            self._stopped.set()
+            self._ahead.release()
         if self._thread is not None:
             self._thread.join()
+        if is_done and self._error is not None:
+            raise self._error
 
     def wait(self, layer: int) -> None:
         """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
-        if self._thread is None:
+        if self._thread is None or self._computes(layer):
             self._load(layer)
         else:
             self._ready[layer].wait()
@@ -174,17 +202,23 @@ class LayerLoader:
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
-        return Timeline(tuple(self.events), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
+        return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
+
+    def _computes(self, layer: int) -> bool:
+        return layer == 0 and self._first_layer is not None
 
     def _read_all(self) -> None:
         try:
             with torch.inference_mode(), self._transfer.in_compute_order():
-                for layer in range(self._num_layers):
+                for layer in sorted(range(self._num_layers), key=self._computes):  # what is computed comes last
                     self._ahead.acquire()
                     if self._stopped.is_set():
                         return
-                    self._load(layer)
-                    self._ready[layer].set()
+                    if self._computes(layer):
+                        self._read_through(layer)
+                    else:
+                        self._load(layer)
+                        self._ready[layer].set()
         except BaseException as error:  # handed to the caller by wait()
             self._error = error
             for event in self._ready:
@@ -193,8 +227,17 @@ class LayerLoader:
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
         for group in self._groups:
-            keys, values = group.read(layer, self._transfer)
+            if layer == 0 and self._first_layer is not None:
+                keys, values = self._first_layer(group.token_ids())
+            else:
+                keys, values = group.read(layer, self._transfer)
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
                 self._destination.write(layer, span, keys[:, taken], values[:, taken])
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
+
+    def _read_through(self, layer: int) -> None:
+        start_s = perf_counter()
+        for group in self._groups:
+            group.read_through(layer)
+        self._read_through_s = perf_counter() - start_s

@@ -316,9 +316,16 @@ class TransformersEngine:
         start_s = perf_counter()
         ends_s: list[float] | None = None if self.timelines is None else []
         with LayerLoader(
-            plan.placements, self.layers.num_layers, self.layers.place_keys, fused, self.layers.device, together=True
+            plan.placements,
+            self.layers.num_layers,
+            self.layers.place_keys,
+            fused,
+            self.layers.device,
+            together=True,
+            first_layer=lambda token_ids: self.layers.project_kv(0, self.layers.embed(token_ids)),
         ) as loader:
             result = fuse(self.layers, plan, fused, loader, ends_s)
+        result.charge_once(loader.num_computed * self.layers.kv_share, plan)
         if self.timelines is not None and ends_s is not None:
             self.timelines.append(loader.timeline(ends_s))
         if self.layers.device.type == "cuda":

@@ -112,6 +112,7 @@ def blend(
     checks: tuple[Check, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
     separators: Sequence[int] = (),
+    first_layer: Callable[[Tensor], LayerKV] | None = None,
     **plan_fields: Any,
 ) -> Outcome:
     """Fuse `prompt`: its prefix resident, its chunks stored behind the prefix, the first one exact."""
@@ -138,9 +139,35 @@ def blend(
         separators=template,
         **plan_fields,
     )
-    with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
+    with LayerLoader(
+        plan.placements, layers.num_layers, layers.place_keys, fused, layers.device, first_layer=first_layer
+    ) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)
+
+
+class Elsewhere:
+    """A chunk that has to be read, and whose stored layer 0 is no use."""
+
+    def __init__(self, kv: MemoryKV) -> None:
+        self.header, self.nbytes, self._kv = kv.header, kv.nbytes, kv
+
+    def layer(self, index: int) -> LayerKV:
+        keys, values = self._kv.layer(index)
+        return LayerKV(keys * torch.nan, values * torch.nan) if index == 0 else LayerKV(keys, values)
+
+    stored_layer = layer
+
+
+def blend_from_elsewhere(layers: TransformersLayers, *args: Any, **options: Any) -> Outcome:
+    """`blend`, with layer 0 computed from the token ids."""
+    return blend(
+        layers,
+        *args,
+        change=lambda placements: [placement._replace(kv=Elsewhere(placement.kv)) for placement in placements],
+        first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
+        **options,
+    )
 
 
 @torch.no_grad()
@@ -175,6 +202,27 @@ def test_ratio_one_is_full_prefill_with_every_rule(rule, stock_model, tiny_layer
     logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
     torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
     assert_same_kv(outcome.fused, kv)
+
+
+def test_with_layer_0_computed_ratio_one_is_full_prefill(family, stock_model, tiny_layers):
+    prompt = make_prompt()
+    outcome = blend_from_elsewhere(tiny_layers(family), prompt, 1.0, "repair")
+    logits, kv = full_prefill(stock_model(family), prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("rule", ["repair", "cacheblend", "first_k"])
+@pytest.mark.parametrize("ratio", [0.0, 0.15])
+def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
+    """Selection, logits and all KV, the rows nobody recomputes included."""
+    layers, prompt = tiny_layers(family), make_prompt(6)
+    stored, computed = blend(layers, prompt, ratio, rule), blend_from_elsewhere(layers, prompt, ratio, rule)
+    assert computed.recomputed == stored.recomputed
+    torch.testing.assert_close(computed.logits, stored.logits, atol=1e-5, rtol=0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(computed.fused.keys(layer), stored.fused.keys(layer), atol=1e-5, rtol=0)
+        torch.testing.assert_close(computed.fused.values(layer), stored.fused.values(layer), atol=1e-5, rtol=0)
 
 
 def test_a_stale_chunk_is_far_from_full_prefill(family, stock_model, tiny_layers):

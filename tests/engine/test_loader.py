@@ -14,6 +14,7 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.fusor import FusedKV, Placement
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, restored
 from ragblend.engine.loader import LayerLoader
+from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.errors import DamagedEntryError
 
 pytestmark = pytest.mark.timeout(60)  # a reader that does not stop would hang its join
@@ -36,10 +37,13 @@ class SlowKV:
 
     def __init__(self, kv: MemoryKV, fail_at: int | None = None, delay_s: float = 0.0) -> None:
         self.header, self.nbytes = kv.header, kv.nbytes
+        self.may_read = threading.Event()
+        self.may_read.set()
         self.reads: list[tuple[int, str]] = []
         self._kv, self._fail_at, self._delay_s = kv, fail_at, delay_s
 
     def stored_layer(self, index: int) -> StoredLayer:
+        self.may_read.wait()
         time.sleep(self._delay_s)
         self.reads.append((index, threading.current_thread().name))
         if index == self._fail_at:
@@ -270,3 +274,104 @@ def test_a_timeline_says_when_each_layer_was_loaded_and_when_it_was_fused(make):
         assert fuse.end_s - fuse.start_s >= 0.002
         assert layer == 0 or fuse.start_s >= ends_s[layer - 1], "waiting for a layer counts as fusing it"
     assert timeline.fuse[0].start_s >= timeline.load[0].end_s + 0.01, "the main pass starts after the first look"
+
+
+# --- layer 0, computed instead of read ---
+
+
+def first_layer(token_ids: torch.Tensor) -> LayerKV:
+    """Stands for the projection: keys and values that tell the tokens apart."""
+    keys = token_ids[None, :, None].float().expand(HEADS, -1, DIM)
+    return LayerKV(keys, -keys)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_layer_0_is_there_before_anything_was_read(together):
+    kvs, fused = [SlowKV(make_kv(key, seed)) for seed, key in enumerate(KEYS)], destination()
+    for kv in kvs:
+        kv.may_read.clear()
+    placements = [Placement(kv, start, exact=False) for kv, start in zip(kvs, (2, 9), strict=True)]
+    with loader(placements, fused, together=together, first_layer=first_layer) as layers:
+        layers.wait(0)
+        assert [kv.read_layers() for kv in kvs] == [[], []]
+        for kv in kvs:
+            kv.may_read.set()
+        for layer in range(1, LAYERS):
+            layers.wait(layer)
+    for placement in placements:
+        rows = torch.arange(placement.start, placement.end)
+        keys, values = first_layer(torch.tensor(placement.kv.header.token_ids))
+        assert torch.equal(fused.keys(0)[:, rows], place(0, keys, rows))
+        assert torch.equal(fused.values(0)[:, rows], values)
+        for layer in range(1, LAYERS):
+            assert torch.equal(fused.values(layer)[:, rows], placement.kv.layer(layer).values)
+    assert fused.keys(0)[:, 7:9].isnan().all()
+    assert layers.num_computed == 2 * TOKENS
+    timeline = layers.timeline([time.perf_counter()] * LAYERS)
+    assert [event.layer for event in timeline.load] == list(range(LAYERS))
+
+
+def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
+    """The layer that nobody needed comes last, and leaving waits for it."""
+    slow = SlowKV(make_kv(), delay_s=0.005)
+    load_all([Placement(slow, 0, exact=False)], depth=1, first_layer=first_layer)
+    assert slow.read_layers() == [*range(1, LAYERS), 0]
+    disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 20)
+    disk.put(make_kv())
+    load_all([Placement(TieredStore(memory, disk).get(KEYS[0]), 0, exact=False)], first_layer=first_layer)
+    moved = memory.get(KEYS[0])
+    assert moved is not None
+    for layer in range(LAYERS):
+        assert torch.equal(moved.layer(layer).keys, make_kv().layer(layer).keys)
+        assert torch.equal(moved.layer(layer).values, make_kv().layer(layer).values)
+
+
+@pytest.mark.parametrize("fail_at", range(LAYERS))
+def test_damage_is_met_wherever_it_is(fail_at):
+    """Also in layer 0, which was computed: the entry is as damaged as any, and a miss from now on."""
+    placements = [
+        Placement(SlowKV(make_kv()), 0, exact=False),
+        Placement(SlowKV(make_kv(KEYS[1]), fail_at=fail_at), 5, exact=False),
+    ]
+    with pytest.raises(DamagedEntryError) as caught:
+        load_all(placements, together=True, first_layer=first_layer)
+    assert caught.value.key == KEYS[1]
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("num_waited", [0, 1, LAYERS])
+def test_an_error_in_the_fusor_stops_the_reader_whatever_the_store_says_of_layer_0(num_waited):
+    slow = SlowKV(make_kv(), fail_at=0, delay_s=0.005)
+
+    def fail() -> None:
+        with loader([Placement(slow, 0, exact=False)], destination(), first_layer=first_layer) as layers:
+            for layer in range(num_waited):
+                layers.wait(layer)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert loader_threads() == []
+    assert num_waited == LAYERS or len(slow.reads) < LAYERS
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_depth_bounds_the_reader_that_starts_at_layer_1(depth):
+    slow = SlowKV(make_kv())
+    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth, first_layer=first_layer) as layers:
+        for waited in range(LAYERS):
+            expected = min(LAYERS, max(0, waited - 1) + depth)
+            assert eventually(lambda: len(slow.reads) == expected), "the reader does not run ahead"  # noqa: B023
+            time.sleep(0.02)
+            assert len(slow.reads) == expected, "the reader runs too far ahead"
+            layers.wait(waited)
+
+
+def test_what_is_in_memory_is_not_computed():
+    def refuse(token_ids: torch.Tensor) -> LayerKV:
+        raise AssertionError(f"computed for {token_ids}")
+
+    kv = make_kv()
+    fused, layers = load_all([Placement(kv, 0, exact=False)], first_layer=refuse)
+    assert torch.equal(fused.values(0)[:, :TOKENS], kv.layer(0).values)
+    assert layers.num_computed == 0

@@ -279,6 +279,19 @@ def test_the_charged_budget_counts_misses_and_probes(tiny_engine):
     assert first_k.charged_budget == pytest.approx(first_k.num_recomputed_tokens / total)
 
 
+@pytest.mark.parametrize("rule", ["repair", "first_k"])
+def test_layer_0_computed_instead_of_read_is_charged_once_at_any_depth(rule, tiny_engine, tmp_path):
+    disk, memory = tiny_engine("llama", DiskStore(tmp_path, fsync=False)), tiny_engine("llama")
+    for chunk in CHUNKS:
+        disk.precompute(chunk)
+        memory.precompute(chunk)
+    read, held = (engine.generate(PROMPT, rule=rule, recompute_ratio=0.2, max_tokens=4) for engine in (disk, memory))
+    assert read.token_ids == held.token_ids
+    share = disk.layers.kv_share
+    assert read.report.charged_budget - held.report.charged_budget == pytest.approx(share / 6)
+    assert read.report.charged_budget_32 - held.report.charged_budget_32 == pytest.approx(share / 32)
+
+
 def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engine):
     def run(question: str, rule: str = "auto") -> BlendReport:
         prompt = SegmentedPrompt(CHUNKS, question)
