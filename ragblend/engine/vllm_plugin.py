@@ -11,8 +11,8 @@ import functools
 import weakref
 from typing import Any
 
-# At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch when
-# they are collected, and collected while a later engine in this process compiles they break what that one traces.
+# At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch
+# when they are collected, and collected while a later engine in this process compiles they break what that one traces.
 _loaded: list[weakref.ref[Any]] = []
 
 
