@@ -13,25 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import connector_worker, recorded_selections
+from harness import connector_worker, machine, recorded_selections
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.controller import MachineProfile
 from ragblend.engine.machine import machine_facts, serving_facts, write_profile
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.selection import DEFAULT_RATIO
+from ragblend.engine.vllm_launch import find_checkpoint
 from ragblend.precompute import precompute_documents
 
 CHUNKS = [f"{name} Keller lives in Kinport. Julia Bishop works for Synon. " * 4 for name in ("George", "Tom", "Ben")]
 PROMPT = SegmentedPrompt(CHUNKS, "Where does George Keller live?")
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
-FAST, HIDING, SLOW = 1e15, 0.8, 2.0  # bytes per second; seconds of loading per second of prefill, see `machine`
-
-
-def machine(fingerprint: str, bytes_per_token: int, speed: float, hardware: dict[str, Any]) -> MachineProfile:
-    """1 ms of prefill per token and straight shares. `speed` below 10: loading takes so much of the time of prefill."""
-    speed = speed if speed > 10 else bytes_per_token * 1000 / speed
-    return MachineProfile(fingerprint, hardware, 5, bytes_per_token, ((1000.0, 1.0),), bytes_per_s={"disk": speed})
+FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any
         with load_engine("demo", store, on_miss="inline") as first:
             precompute_documents(CHUNKS, first)
             for hardware in (machine_facts(), serving_facts(None)):
-                write_profile(store, machine(first.fingerprint, first.bytes_per_token, SLOW, hardware))
+                write_profile(store, machine(find_checkpoint("demo"), SLOW, hardware))
         with (
             load_engine("demo", store, on_miss="inline") as reference,
             load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as ours,
@@ -76,13 +70,10 @@ def connector(engine: Any) -> Any:
     return engine._loop._engine.engine_core.engine_core.scheduler.connector
 
 
-def set_speed(ours: Any, reference: Any, speed: float) -> None:
-    """Of the disk, in both engines' profiles."""
-    loading = connector(ours)._loading
-    loading.machine, reference.machine = (
-        machine(reference.fingerprint, reference.bytes_per_token, speed, dict(each.machine.hardware))
-        for each in (loading, reference)
-    )
+def set_load_share(ours: Any, reference: Any, share: float) -> None:
+    """How slow the disk is, in both engines' profiles."""
+    for each in (connector(ours)._loading, reference):
+        each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -133,7 +124,7 @@ def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_eng
     engines: tuple[Any, Any], load_share: float
 ) -> None:
     ours, reference = engines
-    set_speed(ours, reference, load_share)
+    set_load_share(ours, reference, load_share)
     found, theirs = (each.generate(PROMPT, max_tokens=4).report for each in engines)
     assert found.recompute_ratio == pytest.approx(theirs.recompute_ratio, rel=1e-12)
     assert found.num_recomputed_tokens == theirs.num_recomputed_tokens
@@ -152,20 +143,20 @@ def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
     disk = connector(ours)._disk
     path = disk.put_profile(Profile(*facts, NoiseFloor(1.0, 0.0), (fit,)))
     try:
-        for speed in (FAST, HIDING):
+        for share in (FAST, HIDING):
             forget_memory(*engines)
-            set_speed(ours, reference, speed)
+            set_load_share(ours, reference, share)
             found, theirs = (each.generate(PROMPT, max_tokens=1).report for each in engines)
             assert found.recompute_ratio == pytest.approx(theirs.recompute_ratio)
             assert found.predicted_agreement == pytest.approx(found.recompute_ratio)
-            assert (found.recompute_ratio == 0.25) == (speed == FAST)
+            assert (found.recompute_ratio == 0.25) == (share == FAST)
     finally:
         path.unlink()
 
 
 def test_prefetch_turns_a_read_from_disk_into_a_hit_in_memory(engines: tuple[Any, Any]) -> None:
     ours, reference = engines
-    set_speed(ours, reference, SLOW)
+    set_load_share(ours, reference, SLOW)
     assert ours.generate(PROMPT, max_tokens=1).report.refused_reason
     memory, disk = worker_store().tiers
     ours.prefetch(CHUNKS)  # while vLLM rests
