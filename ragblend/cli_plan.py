@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragblend.cli_support import (
+    BackendOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -15,18 +18,23 @@ from ragblend.cli_support import (
     RemoteCodeOption,
     RemoteOption,
     StoreOption,
+    VllmOptions,
     err,
+    json_object,
     open_engine,
     print_result,
     quiet_libraries,
     settings_from,
     use_threads,
 )
-from ragblend.config import load_settings
+from ragblend.config import Settings, load_settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.controller import MachineProfile, Option, Plan
+    from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.profiling import Effort
 
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
 
@@ -44,27 +52,29 @@ def profile(
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
+    backend: BackendOption = None,
+    vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found."""
+    """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found.
+
+    With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times.
+    """
     use_threads(threads)
     settings = settings_from(locals())
+    _bind_threads(settings, threads)
     from ragblend.engine.machine import write_profile
     from ragblend.engine.remote import open_remote
-    from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.profiling import Effort, measure_machine
 
-    if settings.backend != "transformers":
-        raise UsageError(f"backend is {settings.backend!r}; profile measures the transformers backend, leave it out")
     effort = Effort(chunks, chunk_tokens, repeats)
     tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
     try:
-        with open_engine(settings, new_model=True) as engine:
-            assert isinstance(engine, TransformersEngine)
+        with _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine:
             root = Path(settings.store)
             found = measure_machine(engine, effort, directory=root, remote=tier, tell=err.print)
             path = write_profile(root, found)
@@ -89,6 +99,8 @@ def plan(
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
     ] = None,
+    backend: BackendOption = None,
+    vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: RemoteCodeOption = None,
@@ -97,16 +109,44 @@ def plan(
     """Which device is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
     use_threads(threads)
     quiet_libraries()
-    named = {"model": model, "store": store, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    named = {"model": model, "store": store, "backend": backend, "dtype": dtype, "trust_remote_code": trust_remote_code}
     settings = load_settings(named)
+    _bind_threads(settings, threads)
     from ragblend.engine.controller import Need, parse_device
     from ragblend.engine.controller import plan as make_plan
     from ragblend.profiling import find_profile
 
     need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour)
-    profile = find_profile(settings)
+    profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
     made = make_plan(profile, [parse_device(text, profile.bytes_per_s) for text in devices], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
+
+
+def _bind_threads(settings: Settings, threads: int | None) -> None:
+    """`--threads` counts for vLLM only where it does not bind threads itself. Refuses a server: it runs elsewhere."""
+    if settings.is_served:
+        raise UsageError(
+            f"backend is {settings.backend!r}; on the server's machine, where its store is: --backend vllm, or "
+            "transformers"
+        )
+    if settings.backend == "vllm" and threads is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+def _open_to_measure(
+    settings: Settings, effort: Effort, vllm_options: dict[str, Any]
+) -> AbstractContextManager[TransformersEngine | VllmEngine]:
+    """The engine whose times are wanted."""
+    from ragblend.engine.transformers_engine import TransformersEngine
+    from ragblend.profiling import vllm_to_measure
+
+    if settings.backend == "vllm":
+        return vllm_to_measure(settings, effort, vllm_options)
+    if vllm_options:
+        raise UsageError("--vllm-options go with --backend vllm")
+    engine = open_engine(settings, new_model=True)
+    assert isinstance(engine, TransformersEngine)
+    return engine
 
 
 def profile_lines(profile: MachineProfile) -> list[str]:

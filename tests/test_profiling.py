@@ -198,3 +198,13 @@ def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
         assert engine.machine == made
     with load_engine("demo") as engine:
         assert engine.machine is None
+
+
+def test_a_server_is_measured_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ("--store", str(tmp_path / "kv"), "--backend", "http://localhost:9")
+    for command in (("profile",), ("plan", "--device", "ssd:2:0.1")):
+        assert run(*command, *place) == 2
+        assert "on the server's machine" in capsys.readouterr().err
+    options = ("--vllm-options", '{"max_model_len": 512}')
+    assert run("profile", "--store", str(tmp_path / "kv"), *options) == 2
+    assert "--backend vllm" in capsys.readouterr().err

@@ -64,6 +64,8 @@ class Script:
         self.extra_events: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.stored: set[str] = set()
+        self.prefetches = True  # False: a server that was started before there was a prefetch
+        self.prefetched: list[str] = []
         self.stores = True  # whether an ingested chunk appears in the store
         self.default_prefix: tuple[int, ...] = ()
         self.gate: threading.Event | None = None
@@ -111,7 +113,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.allowed():
             return
-        if self.path == "/v1/ragblend/stored":
+        if self.path == "/v1/ragblend/prefetch" and script.prefetches:
+            script.prefetched += body["keys"]
+            self.send_json({"num_keys": len(body["keys"])})
+        elif self.path == "/v1/ragblend/prefetch":
+            self.send_json({"detail": "Not Found"}, 404)
+        elif self.path == "/v1/ragblend/stored":
             self.send_json({"stored": [key in script.stored for key in body["keys"]]})
         elif self.path == "/v1/ragblend/forget":
             found = script.stored.intersection(body["keys"])
@@ -472,6 +479,27 @@ def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Sc
     assert not client.is_stored(A)
 
 
+def test_prefetch_names_the_chunks_and_is_only_a_hint(
+    client: VllmClient, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.prefetch([A, B])
+    assert script.prefetched == [client.key(A), client.key(B)]
+    before = script.num_requests
+    client.prefetch([])
+    assert script.num_requests == before
+    script.prefetches = False
+    client.prefetch([A])
+    assert "nothing is prefetched" in caplog.text
+
+
+def test_a_vllm_without_ragblend_is_not_asked_to_prefetch(script: Script, url: str) -> None:
+    script.blends = False
+    with load_engine("demo", backend=url) as plain:
+        before = script.num_requests
+        plain.prefetch([A])
+    assert script.num_requests == before
+
+
 def test_namespaces_have_keys_of_their_own(url: str, script: Script) -> None:
     with load_engine("demo", backend=url, namespace="ann") as ann, load_engine("demo", backend=url) as nobody:
         ann.precompute(A)
@@ -556,7 +584,13 @@ def test_doctor_looks_at_the_server(url: str, script: Script, blends: bool, show
 
 def test_a_client_is_an_engine(client: VllmClient) -> None:
     engine: Engine = client
-    methods: list[Callable[..., Any]] = [engine.generate, engine.stream, engine.precompute, engine.forget]
+    methods: list[Callable[..., Any]] = [
+        engine.generate,
+        engine.stream,
+        engine.precompute,
+        engine.prefetch,
+        engine.forget,
+    ]
     assert all(map(callable, methods))
     assert (engine.name, engine.context_length, engine.bytes_per_token) == ("demo", 512, 100)
 

@@ -16,22 +16,13 @@ from typing import NamedTuple
 import torch
 
 from ragblend.bench import int4
-from ragblend.bench.quality_runs import (
-    FULL,
-    Answer,
-    Configuration,
-    Item,
-    answer,
-    is_exact,
-    kl,
-    mean_interval,
-    request_for,
-)
+from ragblend.bench.quality_runs import FULL, Answer, Configuration, Item, answer, is_exact, kl, request_for
 from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.kv import LayerKV, MemoryKV, in_memory, stored_as
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.intervals import mean_interval
 
 AUTO = "auto"  # as computed
 NUM_RESAMPLES = 10_000

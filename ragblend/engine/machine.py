@@ -40,6 +40,23 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
+def serving_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
+    """`machine_facts` of a vLLM on `num_ranks` devices: known before it starts, and the same in all of its processes.
+
+    gpu: the device's name, None for a CPU. Threads are what the environment says, vLLM's binding of them first.
+    """
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    threads = os.environ.get("OMP_NUM_THREADS", "all") if bound == "nobind" else bound
+    return {
+        "engine": "vllm",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": None if gpu else threads,
+        "gpu": gpu,
+        "ranks": num_ranks,
+    }
+
+
 def cpu_model() -> str:
     """The CPU's name as the operating system gives it."""
     if _CPUINFO.is_file():

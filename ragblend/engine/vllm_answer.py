@@ -176,7 +176,7 @@ class VllmBase(ABC):
         self.system = system
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
-        self._backfill = Backfill(self._precompute) if on_miss == "store" else None
+        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow)
 
     @abstractmethod
@@ -207,7 +207,7 @@ class VllmBase(ABC):
 
     def key(self, chunk: Part) -> str:
         """The key of the chunk's KV behind the default prefix."""
-        return self._key(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
+        return self.key_of(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store."""
@@ -217,7 +217,7 @@ class VllmBase(ABC):
         """Have one chunk prefilled behind the default prefix, alone or behind the chunk that it names in `behind`,
         and stored. Bytes stored; 0 if it was there.
         """
-        return self._precompute(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
+        return self.precompute_ids(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, in order, several on their way at once."""
@@ -227,15 +227,28 @@ class VllmBase(ABC):
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Bring the KV of a later request's chunks into the memory of vLLM's workers, in the background.
+
+        A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
+        """
+        self.bring_closer([self.key(chunk) for chunk in chunks])
+
+    @abstractmethod
+    def bring_closer(self, keys: list[str]) -> None:
+        """Tell the workers to prefetch `keys`."""
+
     def forget(self, chunk: Part) -> bool:
         """Drop the chunk's KV behind the default prefix; whether it was stored."""
         return self.store.delete(self.key(chunk))
 
-    def _key(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
+    def key_of(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
+        """`key` of a chunk that is token ids already, behind another that is."""
         return chunk_key(self.fingerprint, self.default_prefix_ids + neighbour, token_ids, self.namespace)
 
-    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        key = self._key(token_ids, neighbour)
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already, behind another that is."""
+        key = self.key_of(token_ids, neighbour)
         if not token_ids or self.store.contains(key):
             return 0
         prefix = self.default_prefix_ids + neighbour
@@ -301,9 +314,7 @@ class VllmBase(ABC):
         StopScanner(stops)  # refuses an empty stop string
         return VllmRequest(
             tokenized,
-            BlendParams(
-                mode, rule, recompute_ratio, _spans(tokenized), self.namespace, seed or 0, _template(tokenized)
-            ),
+            blend_params(tokenized, mode, rule, recompute_ratio, self.namespace, seed or 0),
             min(max_tokens, self.context_length - tokenized.num_tokens),
             Sampling(temperature, top_p, seed),
             stops,
@@ -366,6 +377,13 @@ class VllmBase(ABC):
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
                 "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
             )
+
+
+def blend_params(
+    prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
+) -> BlendParams:
+    """What the connector is told about `prompt`."""
+    return BlendParams(mode, rule, ratio, _spans(prompt), namespace, seed, _template(prompt))
 
 
 def _chunks(request: VllmRequest) -> tuple[Segment, ...]:
@@ -438,5 +456,6 @@ def _fill(report: BlendReport, facts: VllmReport) -> None:
     if len(facts.kv_dtype) == len(report.chunks):
         for chunk, kv_dtype in zip(report.chunks, facts.kv_dtype, strict=True):
             chunk.kv_dtype = kv_dtype
-    if facts.refused_reason:
+    report.refused_reason = facts.refused_reason or ""
+    if facts.refused_reason and not facts.refused_by_choice:
         log.warning("the prompt was prefilled in full: %s", facts.refused_reason)

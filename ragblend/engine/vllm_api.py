@@ -3,6 +3,7 @@
     GET  /v1/ragblend          {"model", "fingerprint", "dtype", "bytes_per_token", "context_length", "store"}
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
+    POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
 
 Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
 vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
@@ -11,6 +12,7 @@ requests that carry ours, a stream here ends with one more event that has them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -68,6 +70,15 @@ def equip(app: Any) -> None:
     async def forget(request: Request) -> Response:
         return await with_keys(request, lambda keys: {"num_removed": sum(map(chunks.store.delete, keys))})
 
+    async def prefetch(request: Request) -> Response:
+        loop = asyncio.get_running_loop()
+
+        def start(keys: list[str]) -> dict[str, Any]:
+            asyncio.run_coroutine_threadsafe(tell_workers(app.state.engine_client, keys), loop)
+            return {"num_keys": len(keys)}
+
+        return await with_keys(request, start)
+
     async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
         try:
             keys = keys_of(await request.body())
@@ -80,6 +91,7 @@ def equip(app: Any) -> None:
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
     app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
+    app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
     serving = getattr(app.state, "openai_serving_completion", None)
     if serving is not None:
         report_in_streams(serving)
@@ -155,6 +167,14 @@ def report_in_streams(serving: Any) -> None:
         return events()
 
     serving.completion_stream_generator = with_report
+
+
+async def tell_workers(engine_client: Any, keys: list[str]) -> None:
+    """Have the workers prefetch `keys`; they take note between two engine steps."""
+    try:
+        await engine_client.collective_rpc("ragblend_prefetch", timeout=_ASK_S, args=(keys,))
+    except Exception as error:  # a hint: requests load what they need themselves
+        log.warning("nothing is prefetched: %s", error)
 
 
 async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:

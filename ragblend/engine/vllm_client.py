@@ -325,13 +325,23 @@ class VllmClient(VllmBase):
             body["kv_transfer_params"] = request.kv_transfer_params
         return body
 
-    def _precompute(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+    def bring_closer(self, keys: list[str]) -> None:
+        """One call, which the server answers at once; a replica behind a balancer does it for itself alone."""
+        if not self.blends or not keys:
+            return
+        try:
+            self.connection.json("POST", "/v1/ragblend/prefetch", {"keys": keys})
+        except RagblendError as error:
+            log.warning("nothing is prefetched: %s", error)
+
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
         if not self.blends:
             raise RagblendError(
                 f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
-        return super()._precompute(token_ids, neighbour)
+        return super().precompute_ids(token_ids, neighbour)
 
     def close(self) -> None:
         """Finish background work and free the sockets."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragblend.config import read_environment
-from ragblend.engine import open_store
+from ragblend.engine import GIB, open_store
 from ragblend.engine.eviction import Policy
 from ragblend.engine.quantize import KvDtype
 from ragblend.engine.remote import RemoteStore, open_remote
@@ -64,6 +64,11 @@ class ConnectorConfig:
             raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
         lists = {name: tuple(value) for name, value in extra.items() if name.endswith("_ids")}
         return cls(**{**read_environment(os.environ, TIER_SETTINGS), **extra, **lists})
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of one worker's memory tier."""
+        return int(self.memory_gib * GIB)
 
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """The store on this machine: the disk tier, behind a memory tier if asked for."""

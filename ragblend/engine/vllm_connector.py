@@ -25,12 +25,14 @@ from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_n
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import dtype_name
-from ragblend.engine.profile import Profiles
+from ragblend.engine.machine import read_profile
+from ragblend.engine.profile import Chosen, Profiles
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_fetch import Arrival, RemoteFetch
+from ragblend.engine.vllm_loading import Loading, MemoryChange, MemoryWatch, ReadAhead, machine_facts_of
 from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport, parse_params, spans_between
 from ragblend.engine.vllm_plugin import loaded_model, register
 from ragblend.engine.vllm_support import check_version, refuse_unsupported
@@ -75,20 +77,24 @@ COUNTERS = {
 
 @dataclass
 class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Scheduler to workers: what to blend next."""
+    """Scheduler to workers: what to blend next, what to read into memory, and whether to tell what is there."""
 
     jobs: list[Job] = field(default_factory=list)
+    ahead: list[str] = field(default_factory=list)
+    asks: bool = False
 
 
 @dataclass
 class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: what was done, by request."""
+    """Workers to scheduler: what was done, by request, and what the first rank's memory tier holds since then."""
 
     reports: dict[str, VllmReport] = field(default_factory=dict)
+    memory: MemoryChange | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Of several ranks' reports on one request the first counts: they agree but for the seconds."""
-        return BlendReports({**other.reports, **self.reports})
+        memory = self.memory if self.memory is not None else other.memory
+        return BlendReports({**other.reports, **self.reports}, memory)
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
@@ -144,7 +150,9 @@ class _Asked:
     stored: tuple[StoredSpan, ...] = ()
     coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
     waited_s: float = 0.0  # for those
-    fitted: tuple[str, int] | None = None  # see Job
+    choice: Chosen | None = None  # what a calibration says; None where nothing is fused
+    adapts: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
+    is_hidden: bool = False  # from vLLM's prefix cache
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -169,7 +177,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # The workers' half
         self._model: Any | None = None
         self._worker: BlendWorker | None = None
+        self._store: TieredStore | None = None
         self._through: TieredStore | None = None
+        self._watch: MemoryWatch | None = None
+        self._asked_to_tell = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, VllmReport] = {}
@@ -183,6 +194,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._fetch = RemoteFetch(self._remote, self._disk, self.config.remote_timeout_s)
             self.fingerprint = model_fingerprint(model)
             self._profiles = Profiles(self._disk.root, self.fingerprint)
+            machine = read_profile(self._disk.root, self.fingerprint, machine_facts_of(vllm_config))
+            self._loading = Loading(machine, self._disk)
+            self._read_ahead = ReadAhead(self._disk, self.config.memory_bytes)
             self._note_model(model)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
@@ -191,6 +205,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
+        self._loading.request_came(request.request_id)
         try:
             params = self._params(request)
             if params is None:
@@ -203,7 +218,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asked[request.request_id] = asked
         self._stats.add(requests=1, refused_requests=asked.report.refused_reason is not None)
         if asked.params.mode == "full":
-            _hide_from_prefix_cache(request)
+            _hide_from_prefix_cache(request, asked)
         elif asked.report.refused_reason is None:
             self._start(request, asked)
 
@@ -238,9 +253,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report.prefix_match = [None] * len(params.spans)
         if params.spans:
             report.charged_budget = report.charged_budget_32 = 1.0
-        asked = _Asked(params, report, fitted=choice.fit.reads if choice.fit is not None else None)
+        asked = _Asked(params, report)
         if params.mode in ("full", "prefix") or not params.spans:
             return asked
+        asked.choice, asked.adapts = choice, blends and choice.is_auto_ratio and self._loading.machine is not None
         if request.skip_reading_prefix_cache:
             raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
         return asked
@@ -268,8 +284,28 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
                 asked.stored = asked.stored[:-1]
                 asked.end = asked.stored[-1].end if asked.stored else 0
-        if asked.end:  # blended KV is approximate: nobody else may find it by its token ids
-            _hide_from_prefix_cache(request)
+        if asked.stored and asked.params.mode != "ingest":
+            self._read_ahead.waits(request.request_id, [span.key for span in asked.stored])
+        if asked.end and not asked.adapts:  # otherwise it may become an ordinary prefill
+            _hide_from_prefix_cache(request, asked)
+
+    def _adapt(self, request: Any, asked: _Asked) -> None:
+        """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
+        assert asked.choice is not None
+        ids, num_prefix = request.prompt_token_ids, asked.params.spans[0][0]
+        decision = self._loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored)
+        asked.adapts = False
+        if decision.refused:
+            asked.report = replace(asked.report, mode="prefix", rule="none", ratio=0.0, predicted_agreement=None)
+            asked.report.refused_reason, asked.report.refused_by_choice = decision.refused, True
+            asked.stored, asked.end = (), 0
+            self._read_ahead.ends(request.request_id)
+            self._stats.add(refused_requests=1)
+            return
+        asked.report.ratio = decision.ratio
+        if asked.choice.fit is not None:
+            asked.report.predicted_agreement = asked.choice.fit.agreement_at(decision.ratio)
+        _hide_from_prefix_cache(request, asked)
 
     def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """Stored chunks of the prompt, each from the best context that it is stored behind."""
@@ -308,13 +344,18 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         asked = self._asked.get(request.request_id)
         if asked is None:
             return 0, False
+        was_hidden = asked.is_hidden
         if asked.coming is not None:
             if not asked.coming.is_over:
                 return None, False
             asked.waited_s, asked.coming = asked.coming.waited_s, None
             self._settle(request, asked)
-            if asked.end and num_computed_tokens:
-                return None, False  # vLLM found those in the exact cache; hidden by now, the request finds none there
+        if asked.end and asked.adapts:
+            if not self._loading.is_current:
+                return None, False  # the workers tell with this step what is in their memory
+            self._adapt(request, asked)
+        if asked.end and num_computed_tokens and not was_hidden:
+            return None, False  # vLLM found those in the exact cache; hidden by now, the request finds none there
         count = asked.end - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
@@ -325,6 +366,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         # Blocks that vLLM found in its cache are this request's own, from before a preemption: the salt is unique.
         # They are written again with the rest, so that the outcome does not depend on what was left of them.
+        self._read_ahead.starts(request.request_id)
+        fit = asked.choice.fit if asked.choice is not None else None
         self._new_jobs.append(
             Job(
                 request.request_id,
@@ -335,21 +378,24 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 asked.stored,
                 tuple(blocks.get_block_ids()[0]),
                 self.fingerprint,
-                asked.fitted,
+                fit.reads if fit is not None else None,
             )
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The jobs that came up in this step."""
+        """The jobs that came up in this step, and what to read for requests that it left waiting."""
         jobs, self._new_jobs = self._new_jobs, []
-        return BlendMetadata(jobs)
+        return BlendMetadata(jobs, self._read_ahead.take(self._loading), self._loading.asks)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, BlendReports):
             return
+        if meta.memory is not None:
+            self._loading.note(meta.memory)
         for request_id, report in meta.reports.items():
+            self._read_ahead.ends(request_id)
             if report.refused_reason:
                 self._stats.add(refused_requests=1)
             asked = self._asked.get(request_id)
@@ -368,13 +414,15 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The report goes out with the answer; vLLM may free the blocks."""
+        self._loading.request_went(request.request_id)
+        self._read_ahead.ends(request.request_id)
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return False, None
         report = asked.report
         if asked.params.mode == "ingest" and not report.num_chunk_hits and report.refused_reason is None:
             self._stats.add(ingested_chunks=1)
-        else:
+        elif report.refused_reason is None:
             misses = report.num_chunks - report.num_chunk_hits
             self._stats.add(chunk_hits=report.num_chunk_hits, chunk_misses=misses)
         return False, {PARAMS_KEY: report.as_dict()}
@@ -426,7 +474,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config = self._vllm_config.model_config
             self_check(layers, config.get_vocab_size(), self._kv_cache_config.num_blocks, self._model_name)
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
-        store = self.config.open_local(memory=True)
+        self._store = store = self.config.open_local(memory=True)
+        self._watch = MemoryWatch(store) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
         self._through = store
         if self._remote is not None:
@@ -437,7 +486,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""
         assert self._worker is not None
-        for job in self._get_connector_metadata().jobs:
+        assert self._store is not None
+        meta = self._get_connector_metadata()
+        self._asked_to_tell = meta.asks
+        if meta.ahead:
+            self._store.prefetch(meta.ahead)
+        for job in meta.jobs:
             self._worker.submit(job)
         self._collect(self._worker.run_slice())
 
@@ -458,6 +512,11 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if failed:
                 self._failed_blocks.update(job.block_ids)
 
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Bring chunks into this worker's memory tier in the background; the first rank also asks the remote tier."""
+        assert self._through is not None
+        self._through.prefetch(keys)
+
     def report_of(self, request_id: str) -> VllmReport | None:
         """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
         for known, report in reversed(self._told.items()):
@@ -466,9 +525,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Reports of the jobs that ended in this step."""
+        """Reports of the jobs that ended in this step, and what came into memory or left it."""
         reports, self._reports = self._reports, {}
-        return BlendReports(reports) if reports else None
+        change = None
+        if self._watch is not None:
+            change, self._asked_to_tell = self._watch.change(self._asked_to_tell), False
+        return BlendReports(reports, change) if reports or change is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose fusing failed: vLLM computes them itself."""
@@ -490,8 +552,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._fetch.close()
         if self._worker is not None:
             self._worker.close()
-        if self._through is not None:
-            self._through.close()
+        for store in (self._store, self._through):
+            if store is not None:
+                store.close()
 
     # -- counters
 
@@ -528,8 +591,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _hide_from_prefix_cache(request: Any) -> None:
+def _hide_from_prefix_cache(request: Any, asked: _Asked) -> None:
     """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
+    asked.is_hidden = True
     request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
     request.block_hashes.clear()
     request.update_block_hashes()

@@ -22,6 +22,7 @@ from ragblend.engine.store import kv_dtype_of
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm_loading import machine_facts_of
 from ragblend.engine.vllm_params import PARAMS_KEY, VllmReport, report_from
 from ragblend.errors import RagblendError, UsageError
 from ragblend.segments import Segmenter
@@ -58,6 +59,8 @@ class VllmEngine(VllmBase):
         # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
         from ragblend.engine.vllm_connector import model_fingerprint
 
+        self.vllm_config = engine.vllm_config
+        self.hardware = machine_facts_of(engine.vllm_config)
         fingerprint = model_fingerprint(engine.model_config)
         narrower = 1 if kv_dtype_of(self.store) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
@@ -82,6 +85,10 @@ class VllmEngine(VllmBase):
         finally:
             if not finished:
                 self._loop.submit(_Abort(request_id))
+
+    def bring_closer(self, keys: list[str]) -> None:
+        """Between two engine steps, or at once while vLLM rests."""
+        self._loop.submit(_Prefetch(keys))
 
     def reset_prefix_cache(self) -> bool:
         """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
@@ -171,12 +178,19 @@ class _Reset(NamedTuple):
     answers: queue.SimpleQueue[bool | BaseException]
 
 
+class _Prefetch(NamedTuple):
+    keys: list[str]
+
+
+_Command = _Add | _Abort | _Reset | _Prefetch
+
+
 class _Loop:
     """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Reset | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
         self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
         self._failure: BaseException | None = None
@@ -184,7 +198,7 @@ class _Loop:
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
         self._thread.start()
 
-    def submit(self, command: _Add | _Abort | _Reset) -> None:
+    def submit(self, command: _Command) -> None:
         """Queue a request, or its end. Raises RagblendError when the engine has stopped."""
         with self._lock:
             if not self._thread.is_alive() or self._failure is not None:
@@ -241,10 +255,19 @@ class _Loop:
             if isinstance(command, _Reset):
                 command.answers.put(bool(self._engine.reset_prefix_cache()))
                 continue
+            if isinstance(command, _Prefetch):
+                self._prefetch(command.keys)
+                continue
             try:
                 self._add(command)
             except Exception as error:
                 command.answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+
+    def _prefetch(self, keys: list[str]) -> None:
+        try:
+            self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
+        except Exception as error:  # somebody's own worker_extension_cls: requests load what they need themselves
+            log.warning("nothing is prefetched: %s", error)
 
     def _add(self, command: _Add) -> None:
         from vllm import SamplingParams

@@ -1,7 +1,8 @@
 """What every vLLM worker can be asked beside its own work: `--worker-extension-cls`, through vLLM's `collective_rpc`.
 
 A stop string ends a request in vLLM's front end, which then drops what the connector had to say about it; the workers
-still know. Imports nothing: vLLM adds the class to its worker's bases.
+still know. And a prefetch concerns the workers' memory, not a request. Imports nothing: vLLM adds the class to its
+worker's bases.
 """
 
 from __future__ import annotations
@@ -14,8 +15,19 @@ class BlendWorkerExtension:
 
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """The report on a request whose context was filled here, as plain JSON values; None for any other."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        connector = _connector()
         report = connector.report_of(request_id) if hasattr(connector, "report_of") else None
         return report.as_dict() if report is not None else None
+
+    def ragblend_prefetch(self, keys: list[str]) -> None:
+        """Bring stored chunks into this worker's memory, in the background."""
+        connector = _connector()
+        if hasattr(connector, "prefetch"):
+            connector.prefetch(keys)
+
+
+def _connector() -> Any:
+    """This worker's half of the connector; None where there is none."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None

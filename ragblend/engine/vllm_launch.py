@@ -48,7 +48,9 @@ class Checkpoint(NamedTuple):
     num_layers: int
 
 
-def find_checkpoint(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> Checkpoint:
+def find_checkpoint(
+    model: str, dtype: str = "auto", trust_remote_code: bool = False, device: str = "auto"
+) -> Checkpoint:
     """Find `model` and choose its dtype as the transformers engine does, so that both share one store.
 
     Downloads a Hugging Face id. Loads no weights, but reads them once for the fingerprint, which is remembered.
@@ -57,7 +59,7 @@ def find_checkpoint(model: str, dtype: str = "auto", trust_remote_code: bool = F
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    kind = choose_dtype(dtype, config)
+    kind = choose_dtype(dtype, config, device)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

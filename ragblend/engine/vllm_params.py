@@ -142,6 +142,7 @@ class VllmReport:
     prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
     kv_dtype: list[str | None] = field(default_factory=list)  # per chunk, as in `report.ChunkReport`
     refused_reason: str | None = None  # why the request was served by ordinary prefill
+    refused_by_choice: bool = False  # because that is faster than loading, and nothing is wrong
     version: int = PARAMS_VERSION
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,7 +14,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
+from ragblend.engine.controller import MachineProfile
 from ragblend.engine.vllm_engine import stop_vllm
+from ragblend.engine.vllm_launch import Checkpoint
 
 # The other tests' families; both files are called conftest, so this one is loaded by its place.
 _spec = importlib.util.spec_from_file_location("family_models", Path(__file__).parents[1] / "conftest.py")
@@ -26,6 +28,20 @@ FAMILIES, make_model = _models.FAMILIES, _models.make_model
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
 VOCABULARY = 300
+
+
+def machine(checkpoint: Checkpoint, load_share: float, hardware: dict[str, Any]) -> MachineProfile:
+    """A machine that prefills in 1 ms per token, and whose disk takes `load_share` of that to read a token's KV."""
+    speed = checkpoint.bytes_per_token * 1000 / load_share
+    prefill_s = ((1000.0, 1.0),)
+    return MachineProfile(
+        checkpoint.fingerprint,
+        hardware,
+        checkpoint.num_layers,
+        checkpoint.bytes_per_token,
+        prefill_s,
+        bytes_per_s={"disk": speed},
+    )
 
 
 def random_ids(count: int, seed: int) -> list[int]:

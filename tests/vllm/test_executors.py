@@ -14,6 +14,7 @@ from harness import (
     engine,
     free_blocks,
     ingest,
+    machine,
     random_ids,
     reading_at,
     recorded_selections,
@@ -23,6 +24,9 @@ from harness import (
 from reference import Span
 
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.machine import serving_facts, write_profile
+from ragblend.engine.selection import DEFAULT_RATIO
+from ragblend.engine.vllm_launch import find_checkpoint
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
@@ -61,10 +65,20 @@ def assert_close(output: Any, reference: Continued) -> None:
             assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
 
 
-def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path):
+def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = find_checkpoint(str(checkpoint("llama")), "float32")
+    write_profile(tmp_path / "two", machine(found, 2.0, serving_facts(None, 2)))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
         assert_exact(llm, stock, tmp_path / "two")
+        # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
+        blended = report(ask(llm, IDS, {"mode": "blend", "spans": SPANS}))
+        assert (blended["num_chunk_hits"], blended["ratio"], blended["refused_reason"]) == (3, DEFAULT_RATIO, None)
+    with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
+        refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
+        assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
+        assert tokens(refused) == tokens(ask(llm, IDS))
     with engine(checkpoint("llama"), tmp_path / "one", skip_tokenizer_init=True) as llm:
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from harness import machine
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
@@ -25,8 +26,10 @@ from servers import REDIS_BINARY, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.machine import serving_facts, write_profile
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.selection import DEFAULT_RATIO
+from ragblend.engine.vllm_launch import find_checkpoint
 from ragblend.errors import RagblendError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM
@@ -57,13 +60,17 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def url(remote: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over an empty store, for this module."""
     home = tmp_path_factory.mktemp("serve")
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
     command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--remote", remote] if remote else []
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
     with (home / "log").open("wb") as log:
@@ -175,6 +182,27 @@ def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: An
     assert [answer.report.recompute_ratio for answer in found] == [0.4, 0.4, 0.2]
     assert [answer.report.predicted_agreement for answer in found] == [0.9, 0.9, 0.9]
     assert {answer.text for answer in found} == {"Kinport"}
+
+
+def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any, url: str) -> None:
+    """The profile says that loading takes 0.8 of the time of prefill; what the server ingested itself is in memory."""
+    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    places = ("Wesstad", "Calville", "Kinport", "Xanco", "Synon", "Norwick", "Easton", "Milford", "Harwell", "Ashford")
+    chunks = [f"Tom Ashby has lived in {place} for years, and works for Synon. " * 6 for place in places]
+    with load_engine("demo", store, on_miss="inline") as elsewhere:  # on the server's disk, and not in its memory
+        for chunk in chunks:
+            elsewhere.precompute(chunk)
+
+    def ratio(chunk: str) -> float:
+        report = engine.generate(SegmentedPrompt([chunk], QUESTION), max_tokens=1).report
+        assert report.num_chunk_hits == 1
+        return report.recompute_ratio
+
+    assert ratio(chunks[0]) > 0.5
+    assert ratio(chunks[0]) == DEFAULT_RATIO
+    assert ratio(chunks[1]) > 0.5
+    engine.prefetch(chunks[2:])  # answered at once; some of them may be asked for before they are read, not the last
+    assert [ratio(chunk) for chunk in chunks[2:]][-1] == DEFAULT_RATIO
 
 
 def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:

@@ -1,0 +1,50 @@
+"""Chunks of requests that wait in vLLM's queue: read from the disk meanwhile, while the disk has nothing else to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import ask, connector_worker, engine, ingest, random_ids, report, tokens
+
+PREFIX, QUESTION = random_ids(5, 1), random_ids(6, 300)
+STORED = [random_ids(40, 100 + index) for index in range(2)]
+
+
+def blending() -> tuple[list[int], dict[str, Any]]:
+    first, second = len(PREFIX), len(PREFIX) + 40
+    spans = [[first, second], [second, second + 40]]
+    return [*PREFIX, *STORED[0], *STORED[1], *QUESTION], {"spans": spans, "rule": "cacheblend_k"}
+
+
+def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from vllm import SamplingParams
+
+    with engine(checkpoint("llama"), tmp_path, max_num_seqs=1, skip_tokenizer_init=True) as llm:
+        for chunk in STORED:
+            ingest(llm, PREFIX, chunk)
+        at_once = tokens(ask(llm, *blending()))
+        memory, disk = connector_worker()._store.tiers
+        for key in list(memory.keys()):
+            memory.delete(key)
+        core, done = llm.llm_engine, {}
+        ids, params = blending()
+        long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+        core.add_request("long", {"prompt_token_ids": random_ids(8, 9)}, long)
+        core.step()  # it has the only place there is
+        short = SamplingParams(
+            temperature=0.0, max_tokens=8, ignore_eos=True, extra_args={"kv_transfer_params": {"ragblend": params}}
+        )
+        core.add_request("waiting", {"prompt_token_ids": ids}, short)
+        while len(list(memory.keys())) < 2:
+            assert not any(output.finished for output in core.step())
+        hits = disk.counters.num_hits
+        core.abort_request(["long"])
+        while "waiting" not in done:
+            done.update({output.request_id: output for output in core.step() if output.finished})
+        assert tokens(done["waiting"]) == at_once
+        assert report(done["waiting"])["num_chunk_hits"] == 2
+        assert disk.counters.num_hits == hits
