@@ -80,7 +80,8 @@ class Loading:
 
     def note(self, change: MemoryChange) -> None:
         """Take a worker's report."""
-        self._held = self._held.difference(change.gone).union(change.come)
+        self._held.difference_update(change.gone)
+        self._held.update(change.come)
         self.is_current = True
 
     def holds(self, key: str) -> bool:
