@@ -80,7 +80,8 @@ class Loading:
 
     def note(self, change: MemoryChange) -> None:
         """Take a worker's report."""
-        self._held = self._held.difference(change.gone).union(change.come)
+        self._held.difference_update(change.gone)
+        self._held.update(change.come)
         self.is_current = True
 
     def holds(self, key: str) -> bool:
@@ -137,6 +138,8 @@ class ReadAhead:
 
     def take(self, loading: Loading) -> list[str]:
         """After each step's scheduling: what to read now, of the request that has waited for two of them."""
+        if loading.asks:  # it may wait for the answer alone
+            return []
         oldest = next(iter(self._waiting), None)
         is_due, self._passed = oldest == self._passed, oldest
         if oldest is None or not is_due or self._running or sum(self._read.values()) >= self._limit:

@@ -117,6 +117,14 @@ def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_
     assert ahead.take(loading) == KEYS[2:4]
 
 
+def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead(disk: DiskStore) -> None:
+    loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
+    ahead.waits("a", KEYS[:2])
+    assert [ahead.take(loading) for _ in range(3)] == [[], [], []]
+    loading.note(MemoryChange())
+    assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:2]]
+
+
 def test_what_is_read_ahead_fits_into_memory(disk: DiskStore) -> None:
     loading, ahead = Loading(None, disk), ReadAhead(disk, 4 * NBYTES)
     for name, keys in (("large", KEYS[:3]), ("first", KEYS[:2]), ("second", KEYS[2:4]), ("gone", KEYS[4:])):
@@ -134,6 +142,7 @@ def test_chunks_that_are_gone_meanwhile_are_left_out(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, fsync=False)
     disk.put(KVS[0])
     loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
+    loading.note(MemoryChange())
     ahead.waits("a", KEYS[:2])
     assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:1]]
     assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.5e-3)

@@ -27,6 +27,7 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.machine import serving_facts, write_profile
 from ragblend.engine.selection import DEFAULT_RATIO
 from ragblend.engine.vllm_launch import find_checkpoint
+from ragblend.engine.vllm_loading import MemoryChange
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
@@ -75,7 +76,8 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
         # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
         blended = report(ask(llm, IDS, {"mode": "blend", "spans": SPANS}))
         assert (blended["num_chunk_hits"], blended["ratio"], blended["refused_reason"]) == (3, DEFAULT_RATIO, None)
-    with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
+        loading = llm.llm_engine.engine_core.engine_core.scheduler.connector._loading
+        loading.note(MemoryChange(gone=tuple(DiskStore(tmp_path / "two").keys())))
         refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
         assert tokens(refused) == tokens(ask(llm, IDS))
