@@ -1,14 +1,15 @@
-"""KV stored as computed beside KV in eight bits: bytes, time to first token from disk, and what rounding does.
+"""KV stored as computed beside KV in eight bits, and what four would do: bytes, TTFT from disk, and rounding.
 
-Two subjects. Questions over held-out stories for the demo model, where right and wrong mean something but chunks and
-heads are small; and a real shape with random weights, where bytes and times are real but answers mean nothing. The
-yardstick of both is the bf16 noise floor: how far full prefill in bfloat16 is from full prefill in float32, and how far
-the same mode is from itself when all of it is computed in bfloat16.
-Read `bench_dtypes` first.
+Three subjects. Questions over held-out stories for the demo model, where right and wrong mean something but heads are
+small; prompts of random tokens for a real shape with random weights, where heads are not but answers mean nothing; and
+one such prompt from disk, for times. The yardstick of rounding is the bf16 noise floor: how far full prefill in
+bfloat16 is from full prefill in float32.
+Read `bench_dtypes` first; `dtypes_answers` measures rounding, `int4` has the four bits.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import statistics
@@ -23,9 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.bench.dtypes_answers import (
+    AUTO,
+    STORE_BYTES,
+    AnswersRun,
+    Subject,
+    file_bytes,
+    measure_answers,
+    over,
+    show_answers,
+)
 from ragblend.bench.hardware import card_lines, hardware_card
+from ragblend.bench.int4 import GROUPS
 from ragblend.bench.quality_cases import make_items
-from ragblend.bench.quality_runs import FULL, REUSE, Answer, Configuration, answer, kl, mean_interval, request_for
+from ragblend.bench.quality_runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl, mean_interval
 from ragblend.bench.ttft import threads
 from ragblend.bench.workloads import (
     PREFIX_TOKENS,
@@ -37,32 +49,32 @@ from ragblend.bench.workloads import (
 )
 from ragblend.demo.evaluate import Setting
 from ragblend.engine import load_engine, open_store
-from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.generation import Request
-from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory, stored_as
+from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.quantize import CODE_DTYPES
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
-from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import UsageError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 OUT = Path("data/results/kv-dtypes.json")
 NOWHERE = Path("-")
-AUTO = "auto"  # as computed
-_MEMORY_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DtypesConfig:
-    """What to compare with KV as computed. `num_questions` 0 leaves the demo model out, `shape` None the shape."""
+    """What to compare with KV as computed. `num_questions` 0 leaves the demo model out, `num_prompts` 0 the rounding
+    of the shape, `repeats` 0 its times, `shape` None all of it."""
 
     kv_dtypes: tuple[str, ...] = tuple(CODE_DTYPES)
     num_questions: int = 210
+    context_tokens: int = 256  # of the questions' prefix and chunks, about
     shape: str | None = "llama-200m"
-    dtypes: tuple[str, ...] = ("float32",)  # that the shape computes in; a CPU without bfloat16 emulates it, slowly
+    num_prompts: int = 0  # each is also prefilled in bfloat16, which most CPUs emulate, slowly
+    dtypes: tuple[str, ...] = ("float32",)  # that the shape is timed in
     num_chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
@@ -78,11 +90,12 @@ class DtypesConfig:
                 raise UsageError(
                     f"kv_dtype is {kv_dtype!r}; choose from {', '.join(CODE_DTYPES)} (KV as computed is run anyway)"
                 )
-        for name in ("num_chunks", "chunk_tokens", "question_tokens", "repeats"):
+        for name in ("context_tokens", "num_chunks", "chunk_tokens", "question_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.num_questions < 0:
-            raise UsageError(f"num_questions is {self.num_questions}; choose 0 (no demo model) or more")
+        for name in ("num_questions", "num_prompts", "repeats"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 (leave it out) or more")
         if self.shape is not None:
             find_shape(self.shape)
         for dtype in self.dtypes:
@@ -94,6 +107,11 @@ class DtypesConfig:
     def stored(self) -> tuple[str, ...]:
         """KV dtypes of the stores, as computed first."""
         return (AUTO, *dict.fromkeys(self.kv_dtypes))
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """KV dtypes whose rounding is measured: those of the stores, and four bits."""
+        return (*self.stored, *GROUPS)
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
@@ -112,12 +130,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class DtypeRun:
-    """One storage dtype in one mode, means over the questions or medians over the repeats. KL in nats, None where not
-    measured. Full prefill is that in float32; of a shape, that in `dtype`. `kl_increase` is over the same mode from KV
-    as computed (the demo model's: in float32), with its 95 % bootstrap interval; `noise_floor` is
-    KL(full prefill in float32 || in bfloat16) of the same prompts.
-    """
+class TimedRun:
+    """One storage dtype in one mode, from disk, page cache dropped: medians over the repeats."""
 
     model: str
     dtype: str  # computed in
@@ -126,23 +140,18 @@ class DtypeRun:
     rule: str
     ratio: float
     num_samples: int
-    first_token_kl: float  # KL(full || this)
-    noise_floor: float | None
-    kl_increase: float
-    kl_increase_low: float | None = None
-    kl_increase_high: float | None = None
-    kl_to_as_computed: float = 0.0  # KL(the same from KV as computed || this)
-    top1_agreement: float | None = None  # of the first token, with full prefill
-    same_answer: float | None = None  # share of answers that are those from KV as computed, to the letter
-    exact_match: float | None = None
-    bytes_per_token: float | None = None  # of the chunks' files
-    byte_share: float | None = None  # of the files' bytes as computed
-    ttft_s: float | None = None  # lookup + load + fuse + first logits; from disk, page cache dropped
-    ttft_min_s: float | None = None
-    ttft_max_s: float | None = None
-    cpu_s: float | None = None  # processor time of the same, the loader's thread included: what a busy machine spares
-    load_s: float | None = None
-    stall_s: float | None = None
+    bytes_per_token: float  # of the chunks' files
+    byte_share: float  # of the files' bytes as computed
+    ttft_s: float  # lookup + load + fuse + first logits
+    ttft_min_s: float
+    ttft_max_s: float
+    ttft_increase_s: float  # mean over that from KV as computed in the same turn, and its 95 % interval
+    ttft_increase_low_s: float
+    ttft_increase_high_s: float
+    cpu_s: float  # processor time, the loader's thread included: what a busy machine spares
+    load_s: float
+    stall_s: float
+    kl_to_as_computed: float  # of the first token, nats: 0 for KV as computed only, so it was this store that was read
 
 
 def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
@@ -152,8 +161,10 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
         for line in (*card_lines(card), ""):
             echo(line)
         sizes = measure_sizes(config, echo) if config.shape is not None else []
-        runs = measure_answers(config, echo) if config.num_questions else []
-        runs += measure_shape(config, echo) if config.shape is not None else []
+        runs: list[AnswersRun | TimedRun] = [*measure_demo(config, echo)] if config.num_questions else []
+        if config.shape is not None:
+            runs += measure_shape(config, echo) if config.num_prompts else []
+            runs += time_shape(config, echo) if config.repeats else []
     facts = {
         "schema_version": SCHEMA_VERSION,
         "command": "bench dtypes",
@@ -174,7 +185,7 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
 
 
 def measure_sizes(config: DtypesConfig, echo: Callable[[str], None]) -> list[Size]:
-    """One chunk of the shape in 32 and in 16 bits, as computed and in eight."""
+    """One chunk of the shape in 32 and in 16 bits, as computed, in eight and in four."""
     assert config.shape is not None
     shape, token_ids = find_shape(config.shape), tuple(range(config.chunk_tokens))
     generator, sizes = torch.Generator().manual_seed(config.seed), list[Size]()
@@ -183,86 +194,61 @@ def measure_sizes(config: DtypesConfig, echo: Callable[[str], None]) -> list[Siz
     for name in ("float32", "bfloat16"):
         header = KVHeader("0" * 32, "0" * 32, (1,) * PREFIX_TOKENS, token_ids, shape.num_layers, name)
         kv = MemoryKV(header, tuple(LayerKV(*(tensor.to(find_dtype(name)) for tensor in layer)) for layer in drawn))
-        whole = len(encode_chunk(kv))
-        for kv_dtype in config.stored:
-            nbytes = len(encode_chunk(stored_as(kv, kv_dtype)))
+        whole = file_bytes(kv, AUTO)
+        for kv_dtype in config.measured:
+            nbytes = file_bytes(kv, kv_dtype)
             sizes.append(Size(name, kv_dtype, nbytes / config.chunk_tokens, nbytes / whole))
     echo(f"{config.shape}, a chunk of {config.chunk_tokens} tokens: bytes per token, share of KV as computed")
     for size in sizes:
-        echo(f"{size.dtype:<10}{size.kv_dtype:<7}{size.bytes_per_token:>9.0f}{size.share:>7.3f}")
+        echo(f"{size.dtype:<10}{size.kv_dtype:<9}{size.bytes_per_token:>9.0f}{size.share:>7.3f}")
     echo("")
     return sizes
 
 
-# -- answers of the demo model
+# -- rounding
 
 
-def measure_answers(config: DtypesConfig, echo: Callable[[str], None]) -> list[DtypeRun]:
-    """The same questions from each store, in float32, beside full prefill in float32 and in bfloat16."""
+def measure_demo(config: DtypesConfig, echo: Callable[[str], None]) -> list[AnswersRun]:
+    """Questions over held-out stories to the demo model."""
     with (
-        load_engine("demo", MemoryStore(_MEMORY_BYTES), dtype="float32", on_miss="inline") as base,
-        load_engine("demo", MemoryStore(_MEMORY_BYTES), dtype="bfloat16", on_miss="inline") as rounded,
+        load_engine("demo", MemoryStore(STORE_BYTES), dtype="float32", on_miss="inline") as base,
+        load_engine("demo", MemoryStore(STORE_BYTES), dtype="bfloat16", on_miss="inline") as rounded,
     ):
-        stores = {kv_dtype: TieredStore(MemoryStore(_MEMORY_BYTES), kv_dtype=kv_dtype) for kv_dtype in config.stored}
-        engines = {("float32", kv_dtype): _over(base, store) for kv_dtype, store in stores.items()}
-        engines["bfloat16", AUTO] = rounded
-        found: dict[tuple[Configuration, str, str], list[Answer]] = {}
-        fulls, floor, golds = list[Answer](), list[float](), list[str]()
-        for item in make_items(base, Setting(config.num_chunks, 256), config.num_questions, 0.0, config.seed):
-            request = request_for(base, item.prompt)
-            golds.append(item.answer)
-            fulls.append(answer(base, request, FULL))
-            floor.append(kl(fulls[-1].log_probs, answer(rounded, request, FULL).log_probs))
-            for dtypes, engine in engines.items():
-                for chunk in item.prompt.chunks:
-                    engine.precompute(chunk)
-                for configuration in config.configurations:
-                    found.setdefault((configuration, *dtypes), []).append(answer(engine, request, configuration))
-        runs = [
-            _answers_run(case, taken, found[case[0], "float32", AUTO], fulls, floor, golds)
-            for case, taken in sorted(found.items(), key=lambda item: item[0][0].mode != "reuse")
-        ]
-    _show(f"demo model, {len(fulls)} questions over {config.num_chunks} chunks; mean KL in nats", runs, echo)
-    return runs
+        setting = Setting(config.num_chunks, config.context_tokens)
+        items = make_items(base, setting, config.num_questions, 0.0, config.seed)
+        found = measure_answers(
+            Subject(base, rounded, items, MAX_ANSWER_TOKENS), config.configurations, config.measured
+        )
+    show_answers(found, echo)
+    return found
 
 
-def _answers_run(
-    case: tuple[Configuration, str, str],
-    taken: Sequence[Answer],
-    plain: Sequence[Answer],
-    fulls: Sequence[Answer],
-    floor: Sequence[float],
-    golds: Sequence[str],
-) -> DtypeRun:
-    far = [kl(full.log_probs, each.log_probs) for full, each in zip(fulls, taken, strict=True)]
-    increase = [
-        each - kl(full.log_probs, as_computed.log_probs)
-        for each, full, as_computed in zip(far, fulls, plain, strict=True)
-    ]
-    low, high = mean_interval(increase)
-    pairs = list(zip(taken, plain, strict=True))
-    configuration, dtype, kv_dtype = case
-    return DtypeRun(
-        "demo",
-        dtype,
-        kv_dtype,
-        configuration.mode,
-        configuration.rule,
-        configuration.ratio,
-        len(taken),
-        fmean(far),
-        fmean(floor),
-        fmean(increase),
-        low,
-        high,
-        fmean(kl(as_computed.log_probs, each.log_probs) for each, as_computed in pairs),
-        fmean(_top1(full.log_probs) == _top1(each.log_probs) for full, each in zip(fulls, taken, strict=True)),
-        fmean((each.text, each.ended) == (as_computed.text, as_computed.ended) for each, as_computed in pairs),
-        fmean(each.ended and each.text == gold for each, gold in zip(taken, golds, strict=True)),
+def measure_shape(config: DtypesConfig, echo: Callable[[str], None]) -> list[AnswersRun]:
+    """Prompts of random tokens, no two with a chunk in common, to random weights; one token each."""
+    assert config.shape is not None
+    rounded = random_model(find_shape(config.shape), torch.bfloat16, config.seed)
+    models = (copy.deepcopy(rounded).float(), rounded)  # the same weights
+    base, other = (
+        TransformersEngine(
+            TransformersLayers(model),
+            synthetic_segmenter(find_shape(config.shape).vocab_size),
+            MemoryStore(STORE_BYTES),
+            name=config.shape,
+            fingerprint=str(model.dtype),
+            on_miss="inline",
+        )
+        for model in models
     )
+    sizes = (config.num_chunks, config.chunk_tokens, config.question_tokens)
+    vocab_size = find_shape(config.shape).vocab_size
+    prompts = (make_prompts(*sizes, 1, vocab_size, config.seed + n).prompts[0] for n in range(config.num_prompts))
+    items = [Item(prompt, "", "random", 0.0) for prompt in prompts]
+    found = measure_answers(Subject(base, other, items, 1), config.configurations, config.measured)
+    show_answers(found, echo)
+    return found
 
 
-# -- a shape: bytes, times, and logits of random weights
+# -- times
 
 
 @dataclass(slots=True)
@@ -276,15 +262,14 @@ class _Timed:
     stall_s: list[float]
 
 
-def measure_shape(config: DtypesConfig, echo: Callable[[str], None]) -> list[DtypeRun]:
+def time_shape(config: DtypesConfig, echo: Callable[[str], None]) -> list[TimedRun]:
     """The same prompt from each store on disk, in each dtype, taking turns; files are dropped from the page cache."""
     assert config.shape is not None
     shape = find_shape(config.shape)
     model = random_model(shape, torch.float32, config.seed)
     sizes = (config.num_chunks, config.chunk_tokens, config.question_tokens)
     work = make_prompts(*sizes, num_prompts=1, vocab_size=shape.vocab_size, seed=config.seed)
-    fulls: dict[str, Tensor] = {}
-    runs: list[DtypeRun] = []
+    runs: list[TimedRun] = []
     for dtype in sorted((dtype_name(find_dtype(name)) for name in config.dtypes), reverse=True):  # float32 first
         model.to(find_dtype(dtype))
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its tables stay in float32
@@ -298,13 +283,12 @@ def measure_shape(config: DtypesConfig, echo: Callable[[str], None]) -> list[Dty
                 base.precompute(chunk)
             _copy(stores[AUTO], [store for name, store in stores.items() if name != AUTO])
             request = base.request(work.prompts[0], mode="full", rule=config.rule)
-            fulls[dtype] = _log_probs(base.prefill(request).logits)
-            engines = {name: _over(base, store) for name, store in stores.items()}
+            engines = {name: over(base, store) for name, store in stores.items()}
             timed = _time_all(config, engines, request, Path(directory))
             num_bytes = {name: store.nbytes() for name, store in stores.items()}
-            runs += _shape_runs(config, dtype, timed, num_bytes, fulls)
-            title = f"{config.shape} {dtype}, {config.num_chunks} x {config.chunk_tokens} tokens from disk; medians"
-            _show(f"{title} of {config.repeats}", [run for run in runs if run.dtype == dtype], echo)
+            found = _timed_runs(config, dtype, timed, num_bytes)
+            _show_timed(config, found, echo)
+            runs += found
     return runs
 
 
@@ -350,21 +334,20 @@ def drop_page_cache(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def _shape_runs(
+def _timed_runs(
     config: DtypesConfig,
     dtype: str,
     timed: Mapping[tuple[Configuration, str], _Timed],
     num_bytes: Mapping[str, int],
-    fulls: Mapping[str, Tensor],
-) -> list[DtypeRun]:
+) -> list[TimedRun]:
     num_tokens = config.num_chunks * config.chunk_tokens
-    floor = kl(fulls["float32"], fulls["bfloat16"]) if len(fulls) == 2 else None
     runs = []
     for (configuration, kv_dtype), taken in timed.items():
-        far = kl(fulls[dtype], taken.log_probs)
-        plain = timed[configuration, AUTO].log_probs
+        plain = timed[configuration, AUTO]
+        increases = [mine - theirs for mine, theirs in zip(taken.ttft_s, plain.ttft_s, strict=True)]
+        low, high = mean_interval(increases)
         runs.append(
-            DtypeRun(
+            TimedRun(
                 config.shape or "",
                 dtype,
                 kv_dtype,
@@ -372,68 +355,42 @@ def _shape_runs(
                 configuration.rule,
                 configuration.ratio,
                 len(taken.ttft_s),
-                far,
-                floor,
-                far - kl(fulls[dtype], plain),
-                kl_to_as_computed=kl(plain, taken.log_probs),
-                top1_agreement=float(_top1(fulls[dtype]) == _top1(taken.log_probs)),
                 bytes_per_token=num_bytes[kv_dtype] / num_tokens,
                 byte_share=num_bytes[kv_dtype] / num_bytes[AUTO],
                 ttft_s=statistics.median(taken.ttft_s),
                 ttft_min_s=min(taken.ttft_s),
                 ttft_max_s=max(taken.ttft_s),
+                ttft_increase_s=fmean(increases),
+                ttft_increase_low_s=low,
+                ttft_increase_high_s=high,
                 cpu_s=statistics.median(taken.cpu_s),
                 load_s=statistics.median(taken.load_s),
                 stall_s=statistics.median(taken.stall_s),
+                kl_to_as_computed=kl(plain.log_probs, taken.log_probs),
             )
         )
     return runs
-
-
-# -- shared
-
-
-def _over(base: TransformersEngine, store: KVStore) -> TransformersEngine:
-    """The same model over another store."""
-    return TransformersEngine(
-        base.layers,
-        base.segmenter,
-        store,
-        name=base.name,
-        fingerprint=base.fingerprint,
-        on_miss="inline",
-        check=False,
-    )
 
 
 def _log_probs(logits: Tensor) -> Tensor:
     return logits.double().log_softmax(-1)
 
 
-def _top1(log_probs: Tensor) -> int:
-    return int(log_probs.argmax())
-
-
-def _show(title: str, runs: Sequence[DtypeRun], echo: Callable[[str], None]) -> None:
-    """One line per run; what was not measured is a dash."""
-    echo(title)
+def _show_timed(config: DtypesConfig, runs: Sequence[TimedRun], echo: Callable[[str], None]) -> None:
+    """One line per run."""
     echo(
-        f"{'mode':<7}{'rule':<13}{'computed':<10}{'stored':<7}{'B/token':>8}{'share':>7}{'TTFT s':>8}{'min':>8}"
-        f"{'cpu s':>8}{'load s':>8}{'stall':>7}{'KL':>10}{'increase':>10}{'floor':>9}{'to auto':>9}"
-        f"{'top-1':>7}{'same':>7}{'exact':>7}"
+        f"{config.shape} {runs[0].dtype}, {config.num_chunks} x {config.chunk_tokens} tokens from disk; medians of "
+        f"{config.repeats}, mean increase (95 % interval)"
+    )
+    echo(
+        f"{'mode':<7}{'rule':<13}{'stored':<7}{'B/token':>8}{'share':>7}{'TTFT s':>8}{'min':>8}{'max':>8}"
+        f"  {'increase s':<28}{'cpu s':>8}{'load s':>8}{'stall':>7}{'KL':>9}"
     )
     for run in runs:
+        increase = f"{run.ttft_increase_s:+.3f} ({run.ttft_increase_low_s:+.3f} to {run.ttft_increase_high_s:+.3f})"
         echo(
-            f"{run.mode:<7}{run.rule:<13}{run.dtype:<10}{run.kv_dtype:<7}"
-            f"{_cell(run.bytes_per_token, 8, 0)}{_cell(run.byte_share, 7)}"
-            f"{_cell(run.ttft_s, 8)}{_cell(run.ttft_min_s, 8)}{_cell(run.cpu_s, 8)}{_cell(run.load_s, 8)}"
-            f"{_cell(run.stall_s, 7)}"
-            f"{run.first_token_kl:>10.2e}{run.kl_increase:>10.1e}{_cell(run.noise_floor, 9, kind='e')}"
-            f"{run.kl_to_as_computed:>9.1e}{_cell(run.top1_agreement, 7)}{_cell(run.same_answer, 7)}"
-            f"{_cell(run.exact_match, 7)}"
+            f"{run.mode:<7}{run.rule:<13}{run.kv_dtype:<7}{run.bytes_per_token:>8.0f}{run.byte_share:>7.3f}"
+            f"{run.ttft_s:>8.3f}{run.ttft_min_s:>8.3f}{run.ttft_max_s:>8.3f}  {increase:<28}{run.cpu_s:>8.3f}"
+            f"{run.load_s:>8.3f}{run.stall_s:>7.3f}{run.kl_to_as_computed:>9.1e}"
         )
     echo("")
-
-
-def _cell(value: float | None, width: int, digits: int = 3, kind: str = "f") -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{1 if kind == 'e' else digits}{kind}}"
