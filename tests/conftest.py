@@ -41,6 +41,25 @@ settings.register_profile("ragblend", deadline=None, suppress_health_check=[Heal
 settings.load_profile("ragblend")
 
 VOCABULARY = 300
+COUNTED = "counted"
+
+
+@pytest.fixture
+def counted(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """`counted(text)`: what a fault test did and how often, for the list at the end of the run."""
+    return lambda text: record_property(COUNTED, text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The faults that were survived. A test that fails has a report of its own."""
+    passed = terminalreporter.stats.get("passed", [])
+    lines = [text for report in passed for name, text in report.user_properties if name == COUNTED]
+    if lines:
+        terminalreporter.section("faults survived")
+        for line in lines:
+            terminalreporter.line(str(line))
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

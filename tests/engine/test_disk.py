@@ -383,7 +383,9 @@ def test_processes_writing_one_key_never_meet_half_an_entry(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
+    tmp_path: Path, counted: Callable[[str], None]
+) -> None:
     num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 20
     script = start_script(KILL_WRITERS, tmp_path, num_kills)
     printed, log = script.communicate(timeout=590)
@@ -391,6 +393,8 @@ def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(tm
     outcome = json.loads(printed)
     assert outcome["num_leftovers"] > 0, "no kill met a writer at work: the test shows nothing"
     assert outcome["num_visible"] > 0
+    found = f"{outcome['num_visible']} entries whole, {outcome['num_leftovers']} temp files cleaned"
+    counted(f"{num_kills} kill -9 of a writer: {found}")
 
 
 def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
@@ -428,7 +432,9 @@ def test_a_full_disk_is_reported_and_leaves_no_trace(tmpfs: Callable[[str], Path
     assert not store.contains(large.header.key)
 
 
-def test_a_disk_that_fills_up_keeps_every_entry_it_took(tmpfs: Callable[[str], Path]) -> None:
+def test_a_disk_that_fills_up_keeps_every_entry_it_took(
+    tmpfs: Callable[[str], Path], counted: Callable[[str], None]
+) -> None:
     store, taken = DiskStore(tmpfs("300k")), []
     refused = None
     for seed in range(100):
@@ -444,6 +450,7 @@ def test_a_disk_that_fills_up_keeps_every_entry_it_took(tmpfs: Callable[[str], P
         assert_same(store.get(kv.header.key), kv)
     store.gc(max_bytes=store.nbytes() // 2)
     store.put(make_kv(1000, tokens=100))
+    counted(f"a disk that fills up: {len(taken)} entries taken, all whole, the next refused")
 
 
 def test_a_read_only_disk_still_answers_and_says_what_to_do(tmpfs: Callable[[str], Path]) -> None:

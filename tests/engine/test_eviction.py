@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,7 @@ def test_pins_survive_restarts_and_hold_against_budget_and_gc(tmp_path: Path) ->
     assert len(list(again.keys())) == 4
 
 
-def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path) -> None:
+def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path, counted: Callable[[str], None]) -> None:
     """Entries stamped a day ahead neither stay for ever nor push out what is written now."""
     kvs = [make_kv(seed) for seed in range(8)]
     size = file_bytes(kvs[0], tmp_path)
@@ -238,10 +239,13 @@ def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path) -> 
         time.sleep(0.01)
     assert all(entry.last_used_s < time.time() + 60 for entry in store.entries())
     assert [store.contains(kv.header.key) for kv in kvs[5:]] == [True] * 3
+    counted("a clock that went back a day: 4 entries stamped ahead, no answer lost, the budget kept")
 
 
 @pytest.mark.parametrize("policy", ["lru", "gdsf"])
-def test_a_reader_keeps_what_is_evicted_under_it(tmp_path: Path, policy: Policy) -> None:
+def test_a_reader_keeps_what_is_evicted_under_it(
+    tmp_path: Path, policy: Policy, counted: Callable[[str], None]
+) -> None:
     """50 times: an entry is opened, pushed out by others, and read to its end."""
     size = file_bytes(make_kv(num_layers=3), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=2 * size + size // 2, policy=policy)
@@ -255,6 +259,7 @@ def test_a_reader_keeps_what_is_evicted_under_it(tmp_path: Path, policy: Policy)
         if policy == "lru":
             assert not store.contains(kv.header.key)
         assert_same(held, kv)
+    counted(f"50 entries pushed out while a reader held them ({policy}): all read to their end")
 
 
 def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ print(done)
 """
 
 
-def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path):
+def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
     for seed in range(3):
         write_corpus(build_corpus(seed), tmp_path / "corpus" / str(seed))
     places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
@@ -66,6 +66,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
     assert report.num_new_kv + report.num_known_kv == report.num_chunks > 200
     verified = verify_store(tmp_path / "kv", tmp_path / "index")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
+    counted(f"{NUM_KILLS} kill -9 during ingestion; all {report.num_chunks} chunks there after one more run")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def ingested(tmp_path_factory) -> Path:
     return root
 
 
-def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested):
+def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested, counted):
     rng = random.Random(1)
     questions = [json.loads(line) for line in (ingested / "corpus" / "questions.jsonl").read_text().splitlines()]
     with (
@@ -102,9 +103,10 @@ def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested):
             assert engine.store.counters.num_damaged == damaged_before + 1
             path.write_bytes(original)
             path.with_suffix(".damaged").unlink(missing_ok=True)
+    counted(f"{NUM_FLIPS} flipped bits in stored files: as many misses, no other answer")
 
 
-def test_verify_names_every_flipped_file(ingested):
+def test_verify_names_every_flipped_file(ingested, counted):
     rng = random.Random(2)
     paths = rng.sample(sorted((ingested / "kv").glob("??/*.safetensors")), 50)
     originals = {path: path.read_bytes() for path in paths}
@@ -119,9 +121,10 @@ def test_verify_names_every_flipped_file(ingested):
         for leftover in path.parent.glob(f"{path.stem}*damaged*"):
             leftover.unlink()
     assert not verify_store(ingested / "kv", ingested / "index").is_bad
+    counted(f"{len(paths)} damaged files: verify names them and no other")
 
 
-def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path):
+def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, counted):
     """A real file system of 2 MiB; the forecast is switched off, so that writing itself meets the end of the disk."""
     small = tmp_path / "small"
     small.mkdir()
@@ -145,5 +148,6 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path):
         results = list(DiskStore(small / "kv").verify())
         assert results
         assert all(result.ok for result in results)
+        counted(f"ingestion onto a full disk: exit code 1, {len(results)} entries written before, all whole")
     finally:
         subprocess.run(["umount", str(small)], check=True)

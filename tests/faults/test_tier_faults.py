@@ -31,6 +31,8 @@ from ragblend.errors import StoreNotWritableError
 
 pytestmark = pytest.mark.timeout(600)
 
+Counted = Callable[[str], None]
+
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 20 if FULL else 3
 NUM_PROCESSES, NUM_REQUESTS = 8, 200 if FULL else 25
@@ -84,7 +86,7 @@ def wait_for_more(count: Callable[[], int], than: int | None = None) -> None:
 
 
 def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_answer(
-    redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path, counted: Counted
 ) -> None:
     """3 (full: 20) kill -9 under 4 threads that ask all tiers, which must hit, and Redis alone, which may miss."""
     kvs = [make_kv(seed, tokens=50) for seed in range(12)]
@@ -122,10 +124,12 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
     assert store.close(30)
     assert alone.close()
     assert sorted(open_remote(redis_server.url).keys()) == sorted(kv.header.key for kv in kvs)
+    asked = f"{outcomes['hit']} hits and {outcomes['miss']} misses of Redis alone"
+    counted(f"{NUM_KILLS} kill -9 of Redis under 4 threads: {sum(counts)} local hits, {asked}, every answer right")
 
 
 def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Counted
 ) -> None:
     """10 (full: 60) rounds of 500s, bodies cut at a random byte, closed connections and quiet, under 3 threads."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
@@ -166,6 +170,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
             time.sleep(0.15)
     assert min(outcomes.values()) > 0
     assert (store.counters.num_damaged, store.counters.num_failures > 0) == (0, True)
+    counted(f"{NUM_ROUNDS} rounds of a failing S3 under 3 threads: {outcomes['hit']} hits, {outcomes['miss']} misses")
     store.close()
     proxy.close()
     server.stop()
@@ -173,7 +178,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
 
 @pytest.mark.parametrize("kind", ["redis", "file", "disk"])
 def test_two_writers_of_one_key_never_show_half_an_entry(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, counted: Counted
 ) -> None:
     """30 (full: 200) writes by each of two writers, read all the while."""
     kv = make_kv(3, tokens=200, num_layers=3)
@@ -205,6 +210,7 @@ def test_two_writers_of_one_key_never_show_half_an_entry(
     for thread in threads:
         thread.join()
     assert remaining == [0, 0]
+    counted(f"2 writers of one key x {NUM_WRITES} writes ({kind}): {num_reads} reads, every one whole")
 
 
 MANY_PROCESSES = """
@@ -256,7 +262,7 @@ print(json.dumps({"results": results, "codes": codes}))
 
 
 def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
-    redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path, counted: Counted
 ) -> None:
     """8 processes x 25 (full: 200) requests over memory, one directory with a budget, and one Redis."""
     arguments = [str(Path(__file__).parent.parent), str(tmp_path / "kv"), redis_server.url]
@@ -275,6 +281,9 @@ def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
     assert all(result.ok for result in disk.verify())
     assert disk.nbytes() <= 20 * 4000 * (1 + NUM_PROCESSES / 16) + NUM_PROCESSES * 8000
     assert not list(disk.root.glob("*/.*")), "temp files were left behind"
+    counted(
+        f"{NUM_PROCESSES} processes x {NUM_REQUESTS} requests on one store: {hits} hits, {evicted} evictions, 0 wrong"
+    )
 
 
 # --- directories that refuse ---
@@ -304,7 +313,7 @@ def open_directory() -> Iterator[Path]:
 
 
 def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
-    open_directory: Path, redis_server: RedisServer
+    open_directory: Path, redis_server: RedisServer, counted: Counted
 ) -> None:
     """10 chunks: 5 in a directory of somebody else's, 5 only in Redis, which cannot be promoted there."""
     kvs = [make_kv(seed) for seed in range(10)]
@@ -331,10 +340,11 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
     for path in (open_directory, *open_directory.glob("??")):
         path.chmod(0o755)
     assert sorted(owner.keys()) == sorted(kv.header.key for kv in kvs[:5])
+    counted(f"a store that may not be written: {3 * len(kvs)} answers right, writes refused")
 
 
 def test_entries_that_may_not_be_read_are_misses_and_stay(
-    open_directory: Path, caplog: pytest.LogCaptureFixture
+    open_directory: Path, caplog: pytest.LogCaptureFixture, counted: Counted
 ) -> None:
     """5 of 10 entries are unreadable: those miss with a warning, and are there again when the permission is."""
     kvs = [make_kv(seed) for seed in range(10)]
@@ -355,3 +365,4 @@ def test_entries_that_may_not_be_read_are_misses_and_stay(
     for kv in kvs[:5]:
         owner._path(kv.header.key).chmod(0o644)
         assert_same(owner.get(kv.header.key), kv)
+    counted("5 of 10 entries that may not be read: 5 misses, there again with the permission")
