@@ -59,7 +59,7 @@ class AnswersRun:
 
     model: str
     head_dim: int
-    chunk_tokens: float  # mean
+    chunk_tokens: float  # mean over the first question's chunks; the bytes are theirs too
     dtype: str  # computed in
     kv_dtype: str  # stored as; "auto" as computed, "int4/32" measured only
     mode: str
