@@ -154,6 +154,7 @@ def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
         there.close()
     assert (far.counters.num_dropped, far.num_waiting) == (0, 0)
     assert store.close()
+    counted(f"{NUM_KILLS} outages of Redis with 20 chunks written into each: every one arrived afterwards")
 
 
 def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
