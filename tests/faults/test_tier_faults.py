@@ -129,7 +129,7 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
 
 
 def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
-    redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path, counted: Callable[[str], None]
 ) -> None:
     """30 chunks over 3 (full: 20) outages, the first of each written into a dead server, room in the queue for two."""
     kvs = [make_kv(seed, tokens=50) for seed in range(30)]
