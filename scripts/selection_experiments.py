@@ -1,11 +1,16 @@
-"""What was tried to find the default rule: candidates on the selection set, each against `repair_40`, which is
-`repair` with the 40 % most attended tokens as candidates at any ratio.
+"""What was tried to find the default rule: candidates on the selection set, each against one of them (`--base`).
+
+`effect_40` scores by effect alone, over the 40 % most attended tokens at any ratio; so do the others unless they say
+otherwise. `effect_60` was the default rule `repair` until it looked at the attention too. In the first three files they
+go by their older names, `repair_40` and `repair`.
 
     python scripts/selection_experiments.py --out data/results/selection-experiments.json
     python scripts/selection_experiments.py --only candidates_60,candidates_100 --questions 750 --seed 910007 \
         --budgets 0.05,0.1,0.15,0.2 --out data/results/selection-candidates.json
-    python scripts/selection_experiments.py --only repair,candidates_15,candidates_30 --questions 90 --seed 920003 \
+    python scripts/selection_experiments.py --only effect_60,candidates_15,candidates_30 --questions 90 --seed 920003 \
         --budgets 0.025,0.0375 --out data/results/selection-small-budgets.json
+    python scripts/selection_experiments.py --base effect_60 --only repair,repair_80 --questions 900 --seed 950003 \
+        --budgets 0.05,0.1,0.15 --out data/results/selection-attention.json
 
 The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
 there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets.
@@ -38,12 +43,17 @@ from ragblend.engine.fusor import FusedKV, FusePlan
 from ragblend.engine.selection import RULES, Check, Evidence, Rule, repair
 
 RATIOS = (0.05, 0.10, 0.15)
-BASE = "repair_40"
 
 
 def share(scores: Tensor) -> Tensor:
     """Scores as shares of their sum."""
     return scores / scores.sum().clamp_min(1e-20)
+
+
+def effect(evidence: Evidence) -> Tensor:
+    """What `repair` was before it looked at the attention too: effect alone."""
+    assert evidence.effect is not None
+    return evidence.effect
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -66,7 +76,7 @@ def spans(width: int, decay: float) -> Callable[[Evidence], Tensor]:
 
 def forced(chosen: Callable[[Evidence], Tensor]) -> Callable[[Evidence], Tensor]:
     """Some tokens first, whatever the question says; then by effect."""
-    return lambda evidence: share(repair(evidence)) + chosen(evidence)
+    return lambda evidence: share(effect(evidence)) + chosen(evidence)
 
 
 def last_of_chunk(evidence: Evidence) -> Tensor:
@@ -120,12 +130,15 @@ def asking(name: str, score: Callable[[Evidence], Tensor], candidate_share: floa
 
 
 CANDIDATES = (
+    asking("effect_40", effect),
+    asking("effect_60", effect, 0.6, candidates_per_token=12),
     RULES["repair"],
-    asking("candidates_15", repair, 0.15),
-    asking("candidates_20", repair, 0.2),
-    asking("candidates_30", repair, 0.3),
-    asking("candidates_60", repair, 0.6),
-    asking("candidates_100", repair, 1.0),
+    asking("repair_80", repair, 0.8, candidates_per_token=12),
+    asking("candidates_15", effect, 0.15),
+    asking("candidates_20", effect, 0.2),
+    asking("candidates_30", effect, 0.3),
+    asking("candidates_60", effect, 0.6),
+    asking("candidates_100", effect, 1.0),
     asking("spans_1", spans(1, 0.5)),
     asking("spans_2", spans(2, 0.5)),
     asking("first_1", forced(lambda e: e.offsets == 1), 1.0),  # offset 0 is the separator
@@ -136,7 +149,7 @@ CANDIDATES = (
     asking("drift_aware_80", drift_aware(0.8)),
     asking("hedged_10", hedged(0.1)),
     asking("hedged_10_all", hedged(0.1), 1.0),
-    asking("repair_gradual", repair, 1.0, gradual=True),  # checks again at every layer, the question read there too
+    asking("repair_gradual", effect, 1.0, gradual=True),  # checks again at every layer, the question read there too
     asking("attention_k", weighted(lambda e: e.key_deviation)),
     ReadInTheMiddle("attention", attention, False, needs_attention=True, skips_separators=True),
 )
@@ -173,10 +186,10 @@ def value_shift(weight: float) -> Iterator[None]:
         transformers_engine.fuse, FusedKV.write = fuse, write  # type: ignore[method-assign]
 
 
-def escalate(records: dict[Configuration, list[Record]]) -> list[dict[str, Any]]:
+def escalate(base: str, records: dict[Configuration, list[Record]]) -> list[dict[str, Any]]:
     """Verify and escalate: recompute `first`, then `second`; go on to 15 % only where the answer changed on the way.
     Both blocks are kept, so what is charged is the last one's bill and a probe for each step before it."""
-    of = {c.ratio: found for c, found in records.items() if c.rule == BASE and c.budget is None}
+    of = {c.ratio: found for c, found in records.items() if c.rule == base and c.budget is None}
     found = []
     for first, second in ((0.025, 0.05), (0.05, 0.10)):
         steps = list(zip(of[first], of[second], of[0.15], strict=True))
@@ -191,7 +204,8 @@ def escalate(records: dict[Configuration, list[Record]]) -> list[dict[str, Any]]
 
 def main() -> None:
     """Run them all and write one JSON object."""
-    parser = argparse.ArgumentParser(description="Candidate rules against repair, on the selection set.")
+    parser = argparse.ArgumentParser(description="Candidate rules against one of them, on the selection set.")
+    parser.add_argument("--base", default="effect_40", help="what the others are compared with")
     parser.add_argument("--questions", type=int, default=300, help="of those whose evidence stands in several chunks")
     parser.add_argument("--seed", type=int, default=900_001)
     parser.add_argument("--budgets", default="0.05,0.1", help="charged at 32 layers, comma-separated")
@@ -201,34 +215,34 @@ def main() -> None:
     one_thread()
     quiet_libraries()
     only = split_names(options.only)
-    RULES[BASE] = asking(BASE, repair)
-    RULES.update({rule.name: rule for rule in CANDIDATES if not only or rule.name in only})
-    names = [BASE, *(rule.name for rule in CANDIDATES if rule.name in RULES and (not only or rule.name in only))]
-    with load_engine("demo", dtype="float32", on_miss="inline") as base:
-        items = make_items(base, Setting(6, 256), 7, 0.5, options.seed, options.questions, "selection")
-        engines = Engines(base)
+    RULES.update({rule.name: rule for rule in CANDIDATES})
+    base = options.base
+    names = [base, *(rule.name for rule in CANDIDATES if rule.name != base and (not only or rule.name in only))]
+    with load_engine("demo", dtype="float32", on_miss="inline") as engine:
+        items = make_items(engine, Setting(6, 256), 7, 0.5, options.seed, options.questions, "selection")
+        engines = Engines(engine)
         chosen = configurations(names, RATIOS, split_numbers(options.budgets))
         if not only:
-            chosen.append(Configuration("blend", BASE, 0.025))
+            chosen.append(Configuration("blend", base, 0.025))
         records = run_items(engines, items, [Asked(chosen, 1.0)], tell)
         for weight in () if only else SHIFTS:
             with value_shift(weight):
-                shifted = run_items(engines, items, [Asked(configurations([BASE], RATIOS), 1.0)], tell)
+                shifted = run_items(engines, items, [Asked(configurations([base], RATIOS), 1.0)], tell)
             name = f"value_shift_{weight:g}"
             records |= {c._replace(rule=name): found for c, found in shifted.items() if c.mode == "blend"}
             names.append(name)
         facts = {
             "command": shlex.join(["python", "scripts/selection_experiments.py", *sys.argv[1:]]),
-            "hardware": hardware_card(base.layers.device),
-            "model": base.name,
+            "hardware": hardware_card(engine.layers.device),
+            "model": engine.name,
             "runs": [row.as_dict() for c, found in records.items() for row in rows_of(c, found) if row.kind in GROUPS],
             "paired": [
                 found.as_dict()
                 for name in names[1:]
-                for found in differences(records, name, [BASE])
+                for found in differences(records, name, [base])
                 if found.ratio == found.baseline_ratio
             ],
-            "escalate": [] if only else escalate(records),
+            "escalate": [] if only else escalate(base, records),
         }
     for found in facts["paired"]:
         if found["group"] == "references" and found["measure"] != "answer_kl":

@@ -28,6 +28,8 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
+ATTENTION_WEIGHT = 0.1  # of `repair`; measured by scripts/selection_experiments.py, as the rule's candidates are
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -63,9 +65,19 @@ def cacheblend_k(evidence: Evidence) -> Tensor:
 
 
 def repair(evidence: Evidence) -> Tensor:
-    """How far the question's attention output at the check layer moves when this token alone is repaired."""
+    """How far the question's attention output at the check layer moves when this token alone is repaired, and a tenth
+    of the question's attention, both as shares of their sums.
+
+    An early check layer does not see what a token would take over from other chunks in deeper layers. So where hardly
+    anything moves any more, the tokens that the question looks at are the better guess.
+    """
     assert evidence.effect is not None
-    return evidence.effect
+    assert evidence.attention is not None
+    return _share(evidence.effect) + ATTENTION_WEIGHT * _share(evidence.attention)
+
+
+def _share(scores: Tensor) -> Tensor:
+    return scores / scores.sum().clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def first_k(evidence: Evidence) -> Tensor:

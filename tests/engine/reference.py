@@ -202,10 +202,15 @@ class Reference:
                     if position in candidates
                 }
                 if deviation == "repair":
-                    drift = {
+                    effects = {
                         position: self.repair(asked[layer], queries, *stale[layer], position, k[row], v[row])
                         for row, position in enumerate(running)
                         if position in candidates
+                    }
+                    moved, seen_by_all = sum(effects.values()), sum(attention[position] for position in effects)
+                    drift = {
+                        position: effect / moved + 0.1 * attention[position] / seen_by_all
+                        for position, effect in effects.items()
                     }
                 count = min(len(drift), math.ceil(round(shares[layer] * num_stored, 6)))
                 order = sorted(drift, key=lambda position: (position in avoid, -drift[position]))

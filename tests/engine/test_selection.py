@@ -89,10 +89,21 @@ def test_rules_that_look_at_deviation_say_so():
 ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
 
 
-def test_the_rule_that_asks_the_question_scores_by_its_effect():
-    facts = evidence()
+def test_the_rule_that_asks_the_question_scores_by_its_effect_and_then_by_its_attention():
     assert ASKING == ["repair"]
-    assert torch.equal(RULES["repair"].score(facts), facts.effect)
+    facts = evidence()
+    strong = dataclasses.replace(facts, effect=torch.arange(7.0), attention=torch.full((7,), 1 / 7))
+    assert torch.equal(RULES["repair"].score(strong).argsort(), torch.arange(7))
+    unmoved = dataclasses.replace(facts, effect=torch.zeros(7), attention=torch.arange(7.0))
+    assert torch.equal(RULES["repair"].score(unmoved).argsort(), torch.arange(7))
+    assert not RULES["repair"].score(dataclasses.replace(unmoved, attention=torch.zeros(7))).any()
+
+
+@given(factor=st.floats(1e-3, 1e3))
+def test_it_does_not_depend_on_the_scale_of_a_models_values(factor):
+    facts = evidence()
+    scaled = dataclasses.replace(facts, effect=facts.effect * factor)
+    torch.testing.assert_close(RULES["repair"].score(scaled), RULES["repair"].score(facts))
 
 
 @given(
