@@ -1,19 +1,22 @@
-"""Real servers for tests, on free loopback ports: Redis, S3 (moto), and a TCP proxy that can misbehave.
+"""Real servers for tests, on free loopback ports: Redis, any HTTP server, and a TCP proxy that can misbehave.
 
 A test that needs one which is not installed is skipped with the command that installs it.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 REDIS_BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -67,6 +70,50 @@ def running_redis(directory: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+class HttpServer:
+    """An HTTP server and the processes it starts, with one log for them all. Made at once; `wait` before asking it."""
+
+    def __init__(self, command: Sequence[str], url: str, home: Path, environment: Mapping[str, str]) -> None:
+        self.url = url
+        self._log = home / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, timeout_s: float = 500.0) -> None:
+        """Until it is healthy."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            assert self._process.poll() is None, self.log()
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError(self.log())
+
+    def log(self) -> str:
+        """The end of what it said."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        """Kill -9, to all its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """As Ctrl-C does; killed when that takes more than a minute."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
 
 
 class TcpProxy:

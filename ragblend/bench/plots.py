@@ -55,7 +55,7 @@ def plot_ttft(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
-    """Write mean TTFT over the request rate, a line per mode of `bench throughput`, up to three times the bound."""
+    """Write mean TTFT over the requests served, a line per mode of `bench throughput`, up to three times the bound."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
     many = len(config["rules"]) > 1
     for found in facts["capacities"]:
         points = [run for run in facts["runs"] if (run["mode"], run["rule"]) == (found["mode"], found["rule"])]
-        rates, means = [run["rate"] for run in points], [run["ttft_mean_s"] for run in points]
+        rates, means = [run["served_rate"] for run in points], [run["ttft_mean_s"] for run in points]
         best = found["rate_at_bound"]
         label = found["mode"] + (f" {found['rule']}" if many and found["mode"] == "blend" else "")
         label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
@@ -76,7 +76,7 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
     axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 3 * bound)
-    axes.set_xlabel("requests per second (Poisson arrivals; 0: one at a time)")
+    axes.set_xlabel("requests served per second (Poisson arrivals; 0: one at a time)")
     axes.set_ylabel("mean time to first token, seconds")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -135,13 +135,17 @@ class ThroughputRun:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a mode can serve with a mean TTFT within the bound. Rates in requests per second."""
+    """What a mode can serve with a mean TTFT within the bound. Rates in requests per second.
+
+    A burst of requests is over before its queue has grown long, so arrivals within the bound may be more than a mode
+    can keep up with. Modes are compared by what they have served.
+    """
 
     mode: Mode
     rule: str
     idle_ttft_s: float  # median, one request at a time
-    max_rate: float | None  # the highest rate measured within the bound, all lower ones within, too; None: none is
-    rate_at_bound: float | None  # between that rate and the next, where the line through their means meets the bound
+    max_rate: float | None  # the highest rate of arrivals within the bound, all lower ones within, too; None: none is
+    rate_at_bound: float | None  # served between there and the next, where the line through their means meets the bound
     at_least: bool  # the bound was not reached: both are only what was measured
     blend_gain: float | None  # the first blend's rate at the bound over this one's; at least that, if blend's is
 
@@ -341,7 +345,10 @@ def summarise_point(case: Case, ratio: float, rate: float, answers: Sequence[Ans
 def capacities(runs: Sequence[ThroughputRun], idle_s: Mapping[Case, float], bound_s: float) -> tuple[Capacity, ...]:
     """Every case's highest rate within the bound, and how many times as much the first blend serves."""
     rates = {
-        case: highest_rate([(run.rate, run.ttft_mean_s) for run in runs if Case(run.mode, run.rule) == case], bound_s)
+        case: highest_rate(
+            [Point(run.rate, run.served_rate, run.ttft_mean_s) for run in runs if Case(run.mode, run.rule) == case],
+            bound_s,
+        )
         for case in idle_s
     }
     blend = next((rates[case].at_bound for case in idle_s if case.mode == "blend"), None)
@@ -361,6 +368,14 @@ def capacities(runs: Sequence[ThroughputRun], idle_s: Mapping[Case, float], boun
     )
 
 
+class Point(NamedTuple):
+    """A rate of arrivals, what was served of it, both per second, and the mean TTFT in seconds."""
+
+    rate: float
+    served: float
+    mean_s: float
+
+
 class HighestRate(NamedTuple):
     """See Capacity."""
 
@@ -369,24 +384,25 @@ class HighestRate(NamedTuple):
     at_least: bool
 
 
-def highest_rate(points: Sequence[tuple[float, float]], bound_s: float) -> HighestRate:
-    """The highest rate whose mean TTFT is within the bound, from `(rate, mean TTFT in seconds)`.
+def highest_rate(points: Sequence[Point], bound_s: float) -> HighestRate:
+    """The highest rate whose mean TTFT is within the bound, and what is served at the bound.
 
     A rate counts only if all lower ones are within, too.
 
-    >>> highest_rate([(1.0, 0.2), (2.0, 0.4), (3.0, 1.2)], bound_s=0.8)
-    HighestRate(measured=2.0, at_bound=2.5, at_least=False)
+    >>> highest_rate([Point(1.0, 1.0, 0.2), Point(2.0, 2.0, 0.4), Point(3.0, 2.5, 1.2)], bound_s=0.8)
+    HighestRate(measured=2.0, at_bound=2.25, at_least=False)
     """
-    below: tuple[float, float] | None = None
-    for rate, mean_s in sorted(points):
-        if mean_s > bound_s:
+    below: Point | None = None
+    for point in sorted(points):
+        if point.mean_s > bound_s:
             if below is None:
                 return HighestRate(None, None, at_least=False)
-            share = (bound_s - below[1]) / (mean_s - below[1])
-            return HighestRate(below[0], below[0] + share * (rate - below[0]), at_least=False)
-        below = (rate, mean_s)
-    measured = below[0] if below is not None else None
-    return HighestRate(measured, measured, at_least=measured is not None)
+            share = (bound_s - below.mean_s) / (point.mean_s - below.mean_s)
+            return HighestRate(below.rate, below.served + share * (point.served - below.served), at_least=False)
+        below = point
+    if below is None:
+        return HighestRate(None, None, at_least=False)
+    return HighestRate(below.rate, below.served, at_least=True)
 
 
 def table_lines(result: ThroughputResult) -> list[str]:
@@ -404,8 +420,8 @@ def table_lines(result: ThroughputResult) -> list[str]:
             f"{run.rate:>7.3g} {run.mode:<7}{run.rule:<19}{run.ttft_mean_s:>8.3f}{run.ttft_s:>8.3f}"
             f"{run.ttft_p95_s:>8.3f}{run.ttft_max_s:>8.3f}{run.served_rate:>9.2f}{run.num_cached_tokens:>8.0f}"
         )
-    lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s"]
-    lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'measured':>10}{'at bound':>10}{'blend serves':>14}")
+    lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s: arriving, and served"]
+    lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'arriving':>10}{'served':>10}{'blend serves':>14}")
     blend = next((found for found in result.capacities if found.mode == "blend"), None)
     more = ">" if blend is not None and blend.at_least else ""
     for found in result.capacities:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from ragblend.bench.plots import plot_throughput
 from ragblend.bench.throughput import (
     Answered,
+    Point,
     ThroughputConfig,
     ThroughputResult,
     arrival_times,
@@ -172,7 +173,7 @@ def test_a_point_is_mean_median_and_95th_percentile() -> None:
 
 @given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
 def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list[float], bound_s: float) -> None:
-    points = [(float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
+    points = [Point(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
     found = highest_rate(points[::-1], bound_s)
     within = [mean_s <= bound_s for mean_s in means]
     count = within.index(False) if False in within else len(within)
@@ -183,6 +184,13 @@ def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list
         assert count <= found.at_bound <= count + (not found.at_least)
     else:
         assert found.at_bound is None
+
+
+def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
+    """A short burst beyond what is served keeps within the bound all the same."""
+    points = [Point(1.0, 1.0, 0.3), Point(2.0, 1.9, 0.5), Point(4.0, 2.5, 0.9)]
+    assert highest_rate(points, 1.0) == (4.0, 2.5, True)
+    assert highest_rate([*points, Point(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
 
 
 def test_no_rate_was_measured() -> None:
@@ -201,11 +209,15 @@ def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
     assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
 
 
+def kept_up(rate: float, ttft_s: float) -> list[Answered]:
+    """Answers that came as fast as their requests."""
+    return [Answered(1 / rate - ttft_s, ttft_s, ttft_s)]
+
+
 def result() -> ThroughputResult:
     slowness = {FULL: 1.0, PREFIX: 0.8, BLEND: 0.25}
-    runs = sweep(
-        [*slowness], [1.0, 2.0, 4.0, 8.0, 16.0], 2.0, 0.15, lambda case, rate: answers_of(rate * slowness[case])
-    )
+    rates = [1.0, 2.0, 4.0, 8.0, 16.0]
+    runs = sweep([*slowness], rates, 2.0, 0.15, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
     found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
     return ThroughputResult(ThroughputConfig(), "llama-50m", 2.0, hardware, runs, found)
@@ -222,7 +234,7 @@ def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
 
 def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
-    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, 0.15, lambda case, rate: answers_of(rate * cases[case]))
+    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, 0.15, lambda case, rate: kept_up(rate, rate * cases[case]))
     full, prefix, blend = capacities(runs, cases, 2.0)
     assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
     assert full.blend_gain == 2.0

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +19,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
-from servers import REDIS_BINARY, running_redis
+from servers import REDIS_BINARY, HttpServer, free_port, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.disk import DiskStore
@@ -43,7 +40,6 @@ QUESTION = "Where does George Keller live?"
 PROMPT = SegmentedPrompt([A, B], QUESTION)
 MARKED = f"<s><doc> {A}<doc> {B}<q> {QUESTION}<a>"  # the demo model's own layout, written by hand
 KEY = "a-key-for-tests"
-START_S = 500.0
 
 
 @pytest.fixture(scope="module")
@@ -65,41 +61,18 @@ def url(remote: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name, value in own.items():
             patch.setenv(name, value)
         write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
     command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--remote", remote] if remote else []
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
-    with (home / "log").open("wb") as log:
-        server = subprocess.Popen(
-            command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{port}"
+    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
     try:
-        wait_for(address, server, home / "log")
-        yield address
+        server.wait()
+        yield server.url
     finally:
-        os.killpg(server.pid, signal.SIGINT)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end_s = time.monotonic() + START_S
-    while time.monotonic() < end_s:
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-4000:])
+        server.stop()
 
 
 @pytest.fixture(scope="module")
