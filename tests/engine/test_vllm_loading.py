@@ -145,4 +145,4 @@ def test_chunks_that_are_gone_meanwhile_are_left_out(tmp_path: Path) -> None:
     loading.note(MemoryChange())
     ahead.waits("a", KEYS[:2])
     assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:1]]
-    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.5e-3)
+    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.6e-3)
