@@ -13,17 +13,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.bench.hardware import hardware_card
 from ragblend.bench.output import check_plot, on_terminal, present
 from ragblend.bench.plots import plot_load
-from ragblend.bench.ttft import threads
+from ragblend.bench.ttft import BACKENDS, threads
 from ragblend.bench.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
-from ragblend.engine.controller import MachineProfile, choose_ratio, pipelined_s
+from ragblend.engine import GIB
+from ragblend.engine.controller import MachineProfile, choose_ratio
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dtype_name, in_memory, restored
 from ragblend.engine.loader import Timeline
@@ -36,6 +37,10 @@ from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import RagblendError, UsageError
 from ragblend.profiling import Effort, measure_machine
 from ragblend.segments import SegmentedPrompt
+
+if TYPE_CHECKING:
+    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.engine.vllm_worker import BlendWorker
 
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-200m"
@@ -63,6 +68,8 @@ class LoadConfig:
     repeats: int = 5  # prompts, each of other chunks
     seed: int = 0
     store: Path | None = None  # None is a temporary directory
+    backend: str = "transformers"
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own engine arguments
 
     def __post_init__(self) -> None:
         find_shape(self.shape)
@@ -78,6 +85,15 @@ class LoadConfig:
         check_ratio(self.ratio)
         find_rule(self.rule)
         find_dtype(self.dtype)
+        if self.backend not in BACKENDS:
+            raise UsageError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+        if self.backend != "vllm" and self.vllm_options:
+            raise UsageError("options for vLLM need --backend vllm")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of one prompt."""
+        return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
 class Case(NamedTuple):
@@ -175,37 +191,42 @@ def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) 
     with threads(config.threads), _directory(config) as directory:
         tell(f"building {config.shape}")
         disk = DiskStore(directory)
-        engine = engine_for(config.shape, disk, find_dtype(config.dtype), config.seed)
-        profile = measure_machine(engine, _effort(config), directory=directory, tell=tell)
-        work = _prompts(config, engine)
-        tell(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
-        for _ in engine.precompute_all(work.chunks):
-            pass
-        chunk_bytes = config.chunk_tokens * engine.bytes_per_token
-        bench = _Bench(engine, disk, memory_bytes=config.num_chunks * chunk_bytes, rule=config.rule)
-        num_tokens = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + config.question_tokens
-        recompute_s = profile.recompute_s(config.ratio, num_tokens)
-        cases = make_cases(config, profile, bench.memory_bytes, num_tokens)
-        samples: dict[Case, list[Sample]] = {case: [] for case in cases}
-        bench.sample(work.prompts[-1], cases[0])  # warm-up
-        for number, prompt in enumerate(work.prompts[: config.repeats]):
-            tell(f"round {number + 1} of {config.repeats}")
-            for case in cases:
-                samples[case].append(bench.sample(prompt, case))
-        return LoadResult(
-            config,
-            profile,
-            find_rule(config.rule).name,
-            num_tokens,
-            disk.nbytes(),
-            bench.memory_bytes,
-            bench.page_cache_dropped,
-            bench.memory_bytes,
-            recompute_s,
-            hardware_card(),
-            summarise(samples),
-            tuple(timeline_facts(case, taken) for case, taken in samples.items()),
-        )
+        with _vllm(config, directory) if config.backend == "vllm" else _transformers(config, disk) as subject:
+            return _run(config, subject, disk, tell)
+
+
+def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[str], None]) -> LoadResult:
+    engine = subject.engine
+    profile = measure_machine(engine, _effort(config), directory=disk.root, tell=tell)
+    work = _prompts(config, subject.vocab_size)
+    tell(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
+    for _ in engine.precompute_all(work.chunks):
+        pass
+    memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
+    bench = _Bench(subject, disk, memory_bytes, config.rule)
+    num_tokens = config.prompt_tokens
+    recompute_s = profile.recompute_s(config.ratio, num_tokens)
+    cases = make_cases(config, profile, bench.memory_bytes, num_tokens)
+    samples: dict[Case, list[Sample]] = {case: [] for case in cases}
+    bench.sample(work.prompts[-1], cases[0])  # warm-up
+    for number, prompt in enumerate(work.prompts[: config.repeats]):
+        tell(f"round {number + 1} of {config.repeats}")
+        for case in cases:
+            samples[case].append(bench.sample(prompt, case))
+    return LoadResult(
+        config,
+        profile,
+        find_rule(config.rule).name,
+        num_tokens,
+        disk.nbytes(),
+        bench.memory_bytes,
+        bench.page_cache_dropped,
+        bench.memory_bytes,
+        recompute_s,
+        subject.hardware,
+        summarise(samples),
+        tuple(timeline_facts(case, taken) for case, taken in samples.items()),
+    )
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[Case, ...]:
@@ -217,7 +238,7 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         reads = speed or profile.bytes_per_s["disk"]
         load_s = 0.0 if source == "memory" else load_bytes / reads
         compute_s = profile.recompute_s(ratio, num_tokens)
-        expected_s = pipelined_s(load_s, compute_s, profile.num_layers) if pipeline else load_s + compute_s
+        expected_s = profile.blend_s(load_s, compute_s) if pipeline else load_s + compute_s
         return Case(source, pipeline, ratio, load_s / least_s, expected_s, speed)
 
     # Memory right behind the disk, which leaves its chunks there.
@@ -226,36 +247,92 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         load_s = slowdown * least_s
         speed = load_bytes / load_s
         cases += [case("throttled", True, speed), case("throttled", False, speed)]
-        hidden = choose_ratio(config.ratio, load_s, profile.full_s(num_tokens), profile.shares)
+        hidden = choose_ratio(config.ratio, profile.hiding_s(load_s), profile.full_s(num_tokens), profile.shares)
         if hidden > config.ratio:
             cases.append(case("throttled", True, speed, hidden))
     return tuple(cases)
 
 
+class Subject(NamedTuple):
+    """An engine to measure. Between requests `read_from` exchanges the store that its KV comes from, and `times` may
+    be given another list of timelines."""
+
+    engine: TransformersEngine | VllmEngine
+    vocab_size: int
+    hardware: dict[str, Any]
+    read_from: Callable[[KVStore], None]
+    times: TransformersEngine | BlendWorker
+
+
+@contextmanager
+def _transformers(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
+    with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
+
+        def read_from(store: KVStore) -> None:
+            engine.store = store
+
+        yield Subject(engine, engine.layers.config.vocab_size, hardware_card(), read_from, engine)
+
+
+@contextmanager
+def _vllm(config: LoadConfig, directory: Path) -> Iterator[Subject]:
+    from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
+
+    shape = find_shape(config.shape)
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
+    setup = VllmSetup(
+        shape=config.shape,
+        model=None,
+        prompt_tokens=config.prompt_tokens,
+        num_prompts=2,  # more than one, because vLLM keeps a block for itself
+        dtype=config.dtype,
+        seed=config.seed,
+        store=directory,
+        memory_gib=2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB,  # profiled from memory
+        vllm_options=config.vllm_options,
+    )
+    with open_vllm(setup) as (engine, vocab_size):
+        worker = _worker_of_this_process()
+        yield Subject(engine, vocab_size, vllm_card(), worker.read_from, worker)
+
+
+def _worker_of_this_process() -> BlendWorker:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        raise UsageError(
+            "vLLM's worker runs in another process, where its store cannot be exchanged; leave out "
+            "VLLM_ENABLE_V1_MULTIPROCESSING and --vllm-options that ask for several processes"
+        )
+    worker: BlendWorker = get_kv_transfer_group()._worker
+    return worker
+
+
 class _Bench:
     """Times one request at a time, from the tiers that a case asks for."""
 
-    def __init__(self, engine: TransformersEngine, disk: DiskStore, memory_bytes: int, rule: str) -> None:
-        self._engine, self._disk, self._rule = engine, disk, rule
+    def __init__(self, subject: Subject, disk: DiskStore, memory_bytes: int, rule: str) -> None:
+        self._subject, self._disk, self._rule = subject, disk, rule
         self.memory_bytes = memory_bytes
         self._tiers = TieredStore(MemoryStore(memory_bytes), disk)
         self.page_cache_dropped = True
 
     def sample(self, prompt: SegmentedPrompt, case: Case) -> Sample:
         """One request of one token. Raises RagblendError where the KV did not come from where it should."""
-        self._engine.store = self._store(case)
+        self._subject.read_from(self._store(case))
         if case.source != "memory":
             self.page_cache_dropped &= drop_page_cache(self._disk.root.rglob("*.safetensors"))
         before = self._disk.counters.num_hits
-        self._engine.timelines = []
-        report = self._engine.generate(
+        timelines: list[Timeline] = []
+        self._subject.times.timelines = timelines
+        report = self._subject.engine.generate(
             prompt, mode="blend", rule=self._rule, recompute_ratio=case.ratio, max_tokens=1
         ).report
         num_read = self._disk.counters.num_hits - before
         expected = 0 if case.source == "memory" else report.num_chunks
         if num_read != expected or report.num_chunk_hits != report.num_chunks:
             raise RagblendError(f"{num_read} of {report.num_chunks} chunks came from the disk, expected {expected}")
-        return Sample(report, self._engine.timelines[0])
+        return Sample(report, timelines[0])
 
     def _store(self, case: Case) -> KVStore:
         if case.source in ("disk", "memory") and case.pipeline:
@@ -438,7 +515,7 @@ def _effort(config: LoadConfig) -> Effort:
     return Effort(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 
 
-def _prompts(config: LoadConfig, engine: TransformersEngine) -> PromptSet:
+def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Prompts without a chunk in common, as many as the store has room for."""
     num_prompts = max(config.store_factor, config.repeats + 1)
     sets = [
@@ -448,7 +525,7 @@ def _prompts(config: LoadConfig, engine: TransformersEngine) -> PromptSet:
             config.chunk_tokens,
             config.question_tokens,
             1,
-            engine.layers.config.vocab_size,
+            vocab_size,
             config.seed + number,
         )
         for number in range(num_prompts)

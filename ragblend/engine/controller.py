@@ -72,6 +72,19 @@ class MachineProfile:
         """T_load: seconds until the KV of `num_tokens` has been read at that speed."""
         return num_tokens * self.bytes_per_token / bytes_per_s
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
+        return int(self.hardware.get("ranks") or 1) == 1
+
+    def blend_s(self, load_s: float, compute_s: float) -> float:
+        """Seconds of both, loading and computing."""
+        return pipelined_s(load_s, compute_s, self.num_layers) if self.overlaps else load_s + compute_s
+
+    def hiding_s(self, load_s: float) -> float:
+        """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
+        return load_s - waiting_s(load_s, self.num_layers) if self.overlaps else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """The profile as JSON values, its version first."""
         return {"profile_version": PROFILE_VERSION, **asdict(self)}
@@ -154,13 +167,24 @@ def choose_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve =
 
 
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
-    """Seconds of loading and computing `num_layers` equal layers, each layer loaded while the one before is computed.
+    """Seconds of loading and computing `num_layers` equal layers, each layer loaded while others are computed.
+
+    As the engines do it, which docs/loading.md derives: layer 0 is computed and read last, and before anything else is
+    recomputed the question is asked at layer 1, so that computing waits for one layer.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
-    (9.0, 9.0)
+    (9.0, 8.0)
     """
-    load, compute = load_s / num_layers, compute_s / num_layers
-    return load + (num_layers - 1) * max(load, compute) + compute
+    return max(load_s, compute_s + waiting_s(load_s, num_layers))
+
+
+def waiting_s(load_s: float, num_layers: int) -> float:
+    """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
+
+    >>> waiting_s(8.0, num_layers=4), waiting_s(8.0, num_layers=1)
+    (2.0, 0.0)
+    """
+    return load_s / num_layers if num_layers > 1 else 0.0
 
 
 class Decision(NamedTuple):
@@ -184,7 +208,7 @@ def decide(
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_s(num_tokens)
-    least_s = pipelined_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), profile.num_layers)
+    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored))
     if num_stored and least_s >= full_s:
         refused = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
@@ -193,7 +217,7 @@ def decide(
         return Decision(1.0, refused, load_s, full_s, full_s)
     # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
     share = num_stored / max(1, num_tokens)
-    hidden_s = max(0.0, load_s - full_s * (1.0 - share))
+    hidden_s = max(0.0, profile.hiding_s(load_s) - full_s * (1.0 - share))
     ratio = choose_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
     return Decision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
 
@@ -253,7 +277,7 @@ class Option:
     load_s: float  # T_load of one prompt's chunks
     recompute_s: float  # T_recompute at the ratio asked for
     ttft_s: float  # both, in the pipeline
-    adds_delay: bool  # loading takes longer than recomputing
+    adds_delay: bool  # loading takes longer than recomputing, or does not run beside it
     hidden_ratio: float  # so much can be recomputed behind loading; at least the ratio asked for
     pays: bool  # it is faster than full prefill
     gb_per_1000_chunks: float
@@ -293,7 +317,7 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
     full_s = profile.full_s(need.num_tokens)
     load_s = profile.load_s(device.bytes_per_s, need.num_stored)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
-    saved_s = full_s - pipelined_s(load_s, recompute_s, profile.num_layers)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s)
     chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / need.num_chunks
     pays = saved_s > 0
@@ -303,8 +327,8 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s,
-        hidden_ratio=choose_ratio(need.ratio, load_s, full_s, profile.shares),
+        adds_delay=load_s > recompute_s or not profile.overlaps,
+        hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s), full_s, profile.shares),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,
         usd_per_1000_chunks_month=1000 * month_usd,

@@ -8,7 +8,7 @@ hide behind, can be computed instead of read. Knows ChunkKV and tensors; not whe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -41,7 +41,7 @@ class _Group:
     """Chunks that are placed in one call, in prompt order."""
 
     def __init__(self, placements: Sequence[_Placed], device: torch.device) -> None:
-        self._kvs = [placement.kv for placement in placements]
+        self.kvs = [placement.kv for placement in placements]
         self.read_s = [0.0] * len(placements)
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
@@ -49,10 +49,16 @@ class _Group:
             taken = self.spans[-1][1].stop if self.spans else 0
             self.spans.append((slice(start, end), slice(taken, taken + end - start)))
 
-    def read(self, layer: int, transfer: Transfer) -> LayerKV:
-        """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError."""
+    def read(self, layer: int, transfer: Transfer, computed: Iterator[LayerKV] | None = None) -> LayerKV:
+        """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError.
+
+        `computed` has the layer of those that would have to be read, one after the other.
+        """
         layers = []
-        for index, kv in enumerate(self._kvs):
+        for index, kv in enumerate(self.kvs):
+            if computed is not None and _is_far(kv):
+                layers.append(next(computed))
+                continue
             start_s = perf_counter()
             layers.append(restored(transfer.bring(kv.stored_layer(layer))))  # eight bits travel as eight bits
             self.read_s[index] += perf_counter() - start_s
@@ -60,16 +66,16 @@ class _Group:
             return layers[0]
         return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
 
-    def token_ids(self) -> Tensor:
-        """Of all chunks, side by side: [T of all] int64."""
-        return torch.tensor([token for kv in self._kvs for token in kv.header.token_ids], device=self.rows.device)
-
     def read_through(self, layer: int) -> None:
         """Read one layer of all chunks for the store's sake. Raises DamagedEntryError."""
-        for index, kv in enumerate(self._kvs):
+        for index, kv in enumerate(self.kvs):
             start_s = perf_counter()
             kv.stored_layer(layer)
             self.read_s[index] += perf_counter() - start_s
+
+
+def _is_far(kv: ChunkKV) -> bool:
+    return not isinstance(kv, MemoryKV)
 
 
 def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -112,8 +118,8 @@ class LayerLoader:
     more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
 
     `first_layer`: pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], on which alone they depend. Where it
-    is given and something has to be read, `wait(0)` calls it, and the reader starts at layer 1. It still reads layer 0,
-    last and for the store's sake, which verifies entries and moves them up whole; leaving waits for that, and raises.
+    is given, `wait(0)` calls it for the chunks that would have to be read, and the reader starts at layer 1. It still
+    reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
     """
 
     def __init__(
@@ -132,17 +138,17 @@ class LayerLoader:
         self._num_layers = num_layers
         self._place = place
         self._destination = destination
+        self._device = device
         self._transfer = Transfer(device)
         self._ahead = threading.Semaphore(depth)
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._threaded = any(
-            self._transfer.beside_compute or not (isinstance(each.kv, MemoryKV) and each.kv.header.is_lossless)
-            for each in placements
+            self._transfer.beside_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
         )
-        is_read = any(not isinstance(placement.kv, MemoryKV) for placement in placements)
-        self._first_layer = first_layer if is_read else None
+        self._far = [kv for group in self._groups for kv in group.kvs if _is_far(kv)]
+        self._first_layer = first_layer if self._far else None
         self._thread: threading.Thread | None = None
         self._num_waited = 0
         self._released_s = [0.0] * num_layers  # when the fusor got a layer it waited for, the last time it did
@@ -163,7 +169,7 @@ class LayerLoader:
     @property
     def num_computed(self) -> int:
         """Tokens whose layer-0 keys and values were computed instead of read."""
-        return sum(len(group.rows) for group in self._groups) if self._first_layer is not None else 0
+        return sum(kv.header.num_tokens for kv in self._far) if self._first_layer is not None else 0
 
     def __enter__(self) -> LayerLoader:
         if self._threaded:
@@ -179,7 +185,9 @@ class LayerLoader:
             self._stopped.set()
             self._ahead.release()
         if self._thread is not None:
+            start_s = perf_counter()
             self._thread.join()
+            self.stall_s += perf_counter() - start_s  # for layer 0, where that was left to be read
         if is_done and self._error is not None:
             raise self._error
 
@@ -226,15 +234,21 @@ class LayerLoader:
 
     def _load(self, layer: int) -> None:
         start_s = perf_counter()
+        computed = self._compute() if self._computes(layer) else None
         for group in self._groups:
-            if layer == 0 and self._first_layer is not None:
-                keys, values = self._first_layer(group.token_ids())
-            else:
-                keys, values = group.read(layer, self._transfer)
+            keys, values = group.read(layer, self._transfer, computed)
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
                 self._destination.write(layer, span, keys[:, taken], values[:, taken])
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
+
+    def _compute(self) -> Iterator[LayerKV]:
+        """Layer 0 of the chunks that would have to be read, one after the other."""
+        assert self._first_layer is not None
+        ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)
+        counts = [kv.header.num_tokens for kv in self._far]
+        keys, values = self._first_layer(ids)
+        return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
 
     def _read_through(self, layer: int) -> None:
         start_s = perf_counter()

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ragblend.engine.attention import Queries, attend_rows
 from ragblend.engine.fusor import Placement, Run
 from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
-from ragblend.engine.loader import LayerLoader
+from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.protocols import Watch
 from ragblend.engine.vllm_support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
@@ -95,8 +95,7 @@ class VllmLayers:
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
         # The whole fused projection runs where a token is probed, and so does the norm before it.
-        projection = sum(parameter.numel() for parameter in attention.qkv_proj.parameters())
-        self._kv_share: float = projection / sum(parameter.numel() for parameter in self._layers[0].parameters())
+        self._kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
 
     # -- LayerwiseModel
 
@@ -446,7 +445,9 @@ class PagedKV:
 class PagedSource:
     """LayerSource that reads ahead in a thread and places in the caller's: vLLM's cache has one writer.
 
-    Use as a context manager; leaving it stops the reader.
+    Use as a context manager; leaving it stops the reader. Layer 0 of chunks that would have to be read is computed,
+    but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
+    in memory another may have to read. (Several ranks have read everything before this, see `BlendWorker`.)
     """
 
     def __init__(self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV) -> None:
@@ -454,8 +455,22 @@ class PagedSource:
         self._read: dict[int, list[tuple[slice, LayerKV]]] = {}
         self._place_s = 0.0
         self._loader = LayerLoader(
-            placements, layers.num_layers, lambda _layer, keys, _rows: keys, self, torch.device("cpu")
+            placements,
+            layers.num_layers,
+            lambda _layer, keys, _rows: keys,
+            self,
+            torch.device("cpu"),
+            first_layer=self._first_layer if layers.num_ranks == 1 else None,
         )
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose layer-0 keys and values are computed instead of read."""
+        return self._loader.num_computed
+
+    def timeline(self, ends_s: Sequence[float]) -> Timeline:
+        """As `LayerLoader.timeline`: here a layer is loaded once it is read, and placing it counts as fusing."""
+        return self._loader.timeline(ends_s)
 
     @property
     def load_s(self) -> float:
@@ -467,8 +482,12 @@ class PagedSource:
         """Seconds that fusing waited for."""
         return self._loader.stall_s + self._place_s
 
+    def _first_layer(self, token_ids: Tensor) -> LayerKV:
+        """Pre-RoPE keys and values [H, T, D] of layer 0."""
+        return self._layers.project_kv(0, self._layers.embed(token_ids.to(self._layers.device)))
+
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Called by the reader: keep one chunk's layer until it is waited for."""
+        """Called by the loader: keep one chunk's layer until it is waited for."""
         self._read.setdefault(layer, []).append((rows, LayerKV(keys, values)))
 
     def wait(self, layer: int) -> None:
@@ -512,6 +531,16 @@ class _HeadSlice:
         """One layer as it is stored, contiguous; heads come first in each of its tensors."""
         stored = self._source.stored_layer(index)
         return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))
+
+
+def _num_weights(module: Any) -> int:
+    """Weights of `module`, on a CPU too, where vLLM packs those of linear layers elsewhere and leaves none behind."""
+    count = 0
+    for part in module.modules():
+        inputs = getattr(part, "input_size_per_partition", getattr(part, "input_size", 0))
+        outputs = getattr(part, "output_size_per_partition", getattr(part, "output_size", 0))
+        count += max(int(inputs * outputs), sum(parameter.numel() for parameter in part.parameters(recurse=False)))
+    return count
 
 
 def _joined(pieces: list[LayerKV]) -> LayerKV:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusePlan, Placement, Run, Steps, fuse_steps, prefill_chunk_steps
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
+from ragblend.engine.loader import Timeline
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.selection import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
@@ -123,6 +124,11 @@ class BlendWorker:
         self._storing: list[tuple[Job, VllmReport, Future[None]]] = []
         self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
+        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
+
+    def read_from(self, store: KVStore) -> None:
+        """Take stored KV from another store from the next job on."""
+        self._store = store
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -220,12 +226,20 @@ class BlendWorker:
             plan = self._plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
             paged = self._paged(job, plan)
             try:
+                ends_s: list[float] = []
                 with PagedSource((*prefix, *plan.placements), self.layers, paged) as source:
-                    result = yield from fuse_steps(self.layers, plan, paged, source)
+                    num_charged = source.num_computed * self.layers.kv_share
+                    if source.num_computed:
+                        source.wait(0)  # here, because it counts like any other work between two engine steps
+                        yield math.ceil(num_charged)
+                    result = yield from fuse_steps(self.layers, plan, paged, source, ends_s)
                 break
             except DamagedEntryError as error:
                 log.warning("%s; blending request %s without it", error, job.request_id)
                 damaged.add(error.key)
+        result.charge_once(num_charged, plan)
+        if self.timelines is not None:
+            self.timelines.append(source.timeline(ends_s))
         report = VllmReport(job.params.mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
         report.select_s = result.select_s

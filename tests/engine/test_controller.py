@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,8 +51,8 @@ def test_llama_7b_loads_slower_than_it_recomputes_so_more_is_recomputed_for_noth
     ratio = choose_ratio(R_STAR, load_s=0.016, prefill_s=prefill_s)
     assert ratio == pytest.approx(0.15 * 16 / 3)
     assert ratio * prefill_s == pytest.approx(0.016)
-    for tried in (R_STAR, ratio):
-        assert pipelined_s(32 * 0.016, 32 * tried * prefill_s, 32) == pytest.approx(32 * 0.016 + tried * prefill_s)
+    assert pipelined_s(32 * 0.016, 32 * R_STAR * prefill_s, 32) == pytest.approx(32 * 0.016)
+    assert pipelined_s(32 * 0.016, 32 * ratio * prefill_s, 32) == pytest.approx(32 * 0.016 + 0.016)  # waits for layer 1
 
 
 def test_llama_70b_recomputes_slower_than_it_loads_so_the_least_ratio_stays() -> None:
@@ -152,7 +153,8 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
     if found.refused:
         assert found.ratio == 1.0
     elif found.ratio > r_star:
-        assert found.recompute_s <= found.load_s * (1 + 1e-6), "what is added does not hide behind loading"
+        raised_s = pipelined_s(found.load_s, found.recompute_s, profile.num_layers)
+        assert raised_s <= at_r_star * (1 + 1e-6), "what is added does not hide behind loading"
 
 
 @given(machines(), devices(), needs())
@@ -184,13 +186,32 @@ def test_a_faster_device_is_never_worse(profile: MachineProfile, need: Need, pai
 
 @given(st.just(0.0) | st.floats(1e-9, 100), st.just(0.0) | st.floats(1e-9, 100), st.integers(1, 100))
 def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s: float, compute_s: float, layers: int) -> None:
-    loaded = computed = 0.0
-    for _ in range(layers):
-        loaded += load_s / layers
-        computed = max(computed, loaded) + compute_s / layers
-    assert pipelined_s(load_s, compute_s, layers) == pytest.approx(computed)
-    assert max(load_s, compute_s) <= computed * SLACK
-    assert computed <= (load_s + compute_s) * SLACK
+    """The reader brings layers 1, 2, ..., and 0 last; the question is asked at layer 1 first; leaving waits for all."""
+    order = [*range(1, layers), 0]
+    loaded = dict(zip(order, itertools.accumulate([load_s / layers] * layers), strict=True))
+    clock = loaded[1] if layers > 1 else 0.0
+    for layer in range(layers):
+        clock = (max(clock, loaded[layer]) if layer else clock) + compute_s / layers
+    clock = max(clock, loaded[0])
+    assert pipelined_s(load_s, compute_s, layers) == pytest.approx(clock)
+    assert max(load_s, compute_s) <= clock * SLACK
+    assert clock <= (load_s + compute_s) * SLACK
+
+
+@given(machines(), st.integers(1, 10**5), ratios, st.integers(0, 10**10))
+def test_several_ranks_read_before_they_compute_so_nothing_hides(
+    profile: MachineProfile, num_tokens: int, r_star: float, nbytes: int
+) -> None:
+    several = replace(profile, hardware={**profile.hardware, "ranks": 2})
+    found = decide(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
+    assert bool(found.refused) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
+    assert found.refused or found.ratio == max(r_star, choose_ratio(r_star, 0.0, 1.0, several.shares))
+    need = Need(1, num_tokens, 0, r_star)
+    (option,) = plan(several, [Device("any", 1e9, 0.1)], need).options
+    assert option.adds_delay
+    assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
+    (alone,) = plan(profile, [Device("any", 1e9, 0.1)], need).options
+    assert alone.ttft_s <= option.ttft_s * SLACK
 
 
 # --- cases ---
@@ -210,9 +231,10 @@ def test_what_is_in_memory_or_was_never_measured_counts_as_there() -> None:
 
 
 def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
-    """Loading takes 0.5 s. All stored: half of them can be recomputed meanwhile. Half fresh: they alone take 0.5 s."""
+    """Loading takes 0.5 s, a tenth of it for layer 1: behind the rest 45 % of the tokens can be recomputed, if all are
+    stored. If half are fresh, they alone take 0.5 s."""
     profile = machine(bytes_per_s={"disk": 2e6})
-    assert decide(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.5)
+    assert decide(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.45)
     assert decide(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
 
 

@@ -375,3 +375,41 @@ def test_what_is_in_memory_is_not_computed():
     fused, layers = load_all([Placement(kv, 0, exact=False)], first_layer=refuse)
     assert torch.equal(fused.values(0)[:, :TOKENS], kv.layer(0).values)
     assert layers.num_computed == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_beside_what_is_in_memory_only_the_rest_is_computed_all_at_once(together):
+    held, asked = make_kv(), []
+    far = [SlowKV(make_kv(key, seed)) for key, seed in (("2" * 32, 2), ("3" * 32, 3))]
+
+    def noting(token_ids: torch.Tensor) -> LayerKV:
+        asked.append(token_ids.tolist())
+        return first_layer(token_ids)
+
+    placements = [
+        Placement(kv, start, exact=False) for kv, start in zip((far[0], held, far[1]), (0, 5, 12), strict=True)
+    ]
+    fused, layers = load_all(placements, together=together, first_layer=noting)
+    assert asked == [[*range(TOKENS), *range(TOKENS)]]
+    assert layers.num_computed == 2 * TOKENS
+    values = first_layer(torch.arange(TOKENS)).values
+    for placement in placements:
+        rows = slice(placement.start, placement.end)
+        assert torch.equal(fused.values(0)[:, rows], held.layer(0).values if placement.kv is held else values)
+
+
+def test_waiting_for_the_layer_that_was_computed_is_a_stall():
+    slow = SlowKV(make_kv())
+    read, may_read_0 = slow.stored_layer, threading.Event()
+
+    def held_back(index: int) -> StoredLayer:
+        assert index or may_read_0.wait(10)
+        return read(index)
+
+    slow.stored_layer = held_back
+    with loader([Placement(slow, 0, exact=False)], destination(), first_layer=first_layer) as layers:
+        for layer in range(LAYERS):
+            layers.wait(layer)
+        before_s = layers.stall_s
+        threading.Timer(0.1, may_read_0.set).start()
+    assert layers.stall_s - before_s > 0.05

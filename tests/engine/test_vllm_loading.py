@@ -19,7 +19,7 @@ from ragblend.engine.vllm_worker import StoredSpan
 KVS = [make_kv(seed, tokens=20) for seed in range(6)]
 KEYS = [kv.header.key for kv in KVS]
 NBYTES = KVS[0].nbytes
-MACHINE = MachineProfile("tiny", {}, 3, NBYTES // 20, ((1000.0, 1.0),), bytes_per_s={"disk": NBYTES / 20 * 1000 / 0.5})
+MACHINE = MachineProfile("tiny", {}, 30, NBYTES // 20, ((1000.0, 1.0),), bytes_per_s={"disk": NBYTES / 20 * 1000 / 0.6})
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_only_what_is_not_in_memory_has_to_be_loaded(disk: DiskStore, in_memory:
     loading.note(MemoryChange(tuple(KEYS[:in_memory])))
     found = loading.decide(0.15, 75, 5, spans(3))
     assert found == decide(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
-    assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.5e-3)
+    assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
     assert (found.ratio > 0.15) == (in_memory < 3)
 
 
@@ -145,4 +145,4 @@ def test_chunks_that_are_gone_meanwhile_are_left_out(tmp_path: Path) -> None:
     loading.note(MemoryChange())
     ahead.waits("a", KEYS[:2])
     assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:1]]
-    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.5e-3)
+    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.6e-3)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.bench.ingest_vllm import bench_ingest_vllm
+from ragblend.bench.load import bench_load
 from ragblend.bench.throughput import bench_throughput
 from ragblend.bench.ttft import bench_ttft
 from ragblend.engine.report import MODES
@@ -32,11 +33,36 @@ def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
     # The first chunk was first before, the others were not; vLLM caches whole blocks.
     cached = (PREFIX + CHUNK) // BLOCK * BLOCK - PREFIX
     assert prefix["charged_budget"] == pytest.approx(1 - cached / (3 * CHUNK))
-    assert (reuse["charged_budget"], reuse["num_recomputed_tokens"]) == (0.0, 0)
+    assert 0 < reuse["charged_budget"] < 1 / 4  # layer 0's keys and values of four layers: computed, not read
+    assert reuse["num_recomputed_tokens"] == 0
     assert (cacheblend["rule"], first_k["rule"]) == ("cacheblend", "first_k")
     assert cacheblend["num_recomputed_tokens"] == first_k["num_recomputed_tokens"] == 3 * CHUNK // 4
     assert reuse["load_s"] > 0
     assert len(list((tmp_path / "kv").rglob("*.safetensors"))) == 3
+
+
+def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None:
+    """The benchmark itself stops where a chunk came from elsewhere."""
+    lines: list[str] = []
+    found = bench_load(
+        shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, repeats=1, store_factor=2,
+        slowdowns=(0.5, 3.0), store=tmp_path / "kv", plot=None, echo=lines.append, backend="vllm",
+    )  # fmt: skip
+    assert json.loads(json.dumps(found)) == found
+    assert str(tmp_path) not in json.dumps(found)
+    assert (found["command"], found["config"]["backend"]) == ("bench load", "vllm")
+    assert found["hardware"]["vllm"]
+    assert found["load_bytes"] == found["memory_bytes"] == 3 * CHUNK * 2 * 4 * 2 * 32 * 4
+    runs = {(run["source"], run["pipeline"]): run for run in found["runs"] if run["load_over_recompute"] < 3}
+    assert set(runs) == {(source, on) for source in ("disk", "throttled") for on in (True, False)} | {("memory", True)}
+    held, read = runs["memory", True], runs["disk", True]
+    assert held["charged_budget"] == runs["disk", False]["charged_budget"] < read["charged_budget"]
+    slow = [run for run in found["runs"] if run["bytes_per_s"] is not None]
+    assert len(slow) >= 4
+    for run in slow:
+        assert run["ttft_s"] >= found["load_bytes"] / run["bytes_per_s"]
+    for timeline in found["timelines"]:
+        assert len(timeline["load"]) == len(timeline["fuse"]) == 4
 
 
 def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
