@@ -9,11 +9,12 @@ go by their older names, `repair_40` and `repair`.
         --budgets 0.05,0.1,0.15,0.2 --out data/results/selection-candidates.json
     python scripts/selection_experiments.py --only effect_60,candidates_15,candidates_30 --questions 90 --seed 920003 \
         --budgets 0.025,0.0375 --out data/results/selection-small-budgets.json
-    python scripts/selection_experiments.py --base effect_60 --only repair,repair_80 --questions 900 --seed 950003 \
+    python scripts/selection_experiments.py --base effect_60 --only repair --questions 450 --seed 950003 \
         --budgets 0.05,0.1,0.15 --out data/results/selection-attention.json
 
 The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
-there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets.
+there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets,
+and nowhere for the worse.
 """
 
 from __future__ import annotations

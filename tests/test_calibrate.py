@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend import SegmentedPrompt, cli, load_engine
+from ragblend import SegmentedPrompt, load_engine
 from ragblend.bench.plots import plot_calibration
 from ragblend.calibrate import (
     Calibration,
@@ -337,12 +337,7 @@ def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.chdir(home)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ragblend", *arguments, "--index", "index", "--store", "kv"])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        code = run_command(*arguments, "--index", "index", "--store", "kv")
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 from servers import RedisServer
 
 from ragblend import cli
@@ -62,12 +63,7 @@ def run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ragblend", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        code = run_command(*arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 from ragblend import cli
 from ragblend.demo.corpus import build_corpus, write_corpus
@@ -46,12 +47,7 @@ def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.chdir(home)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ragblend", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        code = run_command(*arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
-from ragblend import cli
 from ragblend.config import Settings
 from ragblend.engine.machine import machine_facts, read_profile, serving_facts
 from ragblend.engine.vllm_launch import find_checkpoint
 from ragblend.errors import NotFoundError
 from ragblend.profiling import find_profile
-
-
-def run(*arguments: str) -> int:
-    """The exit code of a command."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["ragblend", *arguments])
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
 
 
 def test_vllm_is_profiled_and_planned_with(
@@ -36,10 +24,10 @@ def test_vllm_is_profiled_and_planned_with(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = tmp_path / "kv"
     place = ("--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
-    assert run("plan", "--device", "ssd:2:0.1", *place) == 3
+    assert run_command("plan", "--device", "ssd:2:0.1", *place) == 3
     assert "--backend vllm" in capsys.readouterr().err
     options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
-    assert run("profile", "--chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
+    assert run_command("profile", "--chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     checkpoint = find_checkpoint("demo")
     assert found["hardware"] == serving_facts(None)
@@ -59,5 +47,5 @@ def test_vllm_is_profiled_and_planned_with(
     for other in (Settings(store=str(store)), Settings(store=str(store), backend="vllm")):
         with pytest.raises(NotFoundError, match="ragblend profile"):
             find_profile(other, {"tensor_parallel_size": 2} if other.backend == "vllm" else None)
-    assert run("plan", "--device", "disk::0.08", *place) == 0
+    assert run_command("plan", "--device", "disk::0.08", *place) == 0
     assert json.loads(capsys.readouterr().out)["options"][0]["device"] == "disk"
