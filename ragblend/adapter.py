@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -183,6 +184,8 @@ class BlendModel(BaseModel):
             separator=options.separator,
             registry=self.registry,
             is_stored=self.engine.is_stored,
+            asks=turn.role == "user",
+            framed=self.engine.segmenter.format.frames_chunks,
         )
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
@@ -317,37 +320,28 @@ def _text(content: str | Sequence[Block]) -> str:
 
 
 def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[str, list[Part]]]:
-    """Turns a chat template accepts: empty ones dropped, neighbours of one role merged, and what tools returned put
-    before the question they were called for, where the model expects its documents.
+    """Turns a chat template accepts: empty ones dropped, neighbours of one role merged with a blank line between them,
+    and what tools returned put before the question they were called for, where the model expects its documents.
 
-    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", (Chunk("It was Ann."),))])[0][1][1]
-    'Who?'
+    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))])
+    [('user', ['It was Ann.', '\\n\\n', 'Who?'])]
     """
-    messages: list[tuple[str, list[Part]]] = []
-    num_tool_parts = 0  # of the last user turn, at its front
+    messages: list[tuple[str, list[tuple[Part, ...]]]] = []
+    num_tools = 0  # of the last user turn, at its front
     for role, parts in turns:
         if not parts:
             continue
         if role == "tool" and messages and messages[-1][0] == "user":
-            question = messages[-1][1]
-            before = _glued(question[:num_tool_parts], parts)
-            messages[-1] = ("user", _glued(before, question[num_tool_parts:]))
-            num_tool_parts = len(before)
+            messages[-1][1].insert(num_tools, parts)
+            num_tools += 1
             continue
-        num_tool_parts = len(parts) if role == "tool" else 0
+        num_tools = int(role == "tool")
         role = "user" if role == "tool" else role
         if messages and messages[-1][0] == role:
-            messages[-1] = (role, _glued(messages[-1][1], parts))
+            messages[-1][1].append(parts)
         else:
-            messages.append((role, list(parts)))
-    return messages
-
-
-def _glued(first: Sequence[Part], second: Sequence[Part]) -> list[Part]:
-    """Both in a row, with a blank line where text meets text."""
-    if first and second and isinstance(first[-1], str) and isinstance(second[0], str):
-        return [*first[:-1], f"{first[-1]}\n\n{second[0]}", *second[1:]]
-    return [*first, *second]
+            messages.append((role, [parts]))
+    return [(role, list(chain(said[0], *(("\n\n", *parts) for parts in said[1:])))) for role, said in messages]
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

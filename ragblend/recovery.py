@@ -1,31 +1,37 @@
 """Chunk boundaries, found again in a prompt that a framework has glued into one string.
 
-`recover` is the one place for it: explicit segments, then a separator, then the registry of ingested texts. Two texts
-are the same when they are equal after `strip()`. Knows strings and chunks, nothing about tokens, KV or frameworks.
+`recover` is the one place for it: explicit segments, then a separator, then the registry of ingested texts. What it
+finds are places in a text, so it cannot add, drop or move a character: joined, the parts read as the text that was
+sent, whatever was ingested. Two texts are the same when they are equal after `strip()`.
+
+Knows strings and chunks, nothing about tokens, KV or frameworks. Read `recover`, then `_Registered`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from ragblend.errors import UsageError
-from ragblend.segments import CHUNK_END, Chunk, Part
+from ragblend.registry import TextIndex
+from ragblend.segments import CHUNK_JOINT, Chunk, Part, any_of
 
 Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
 
-# The frameworks' joiner after a chunk: as many line breaks as the chunk's own end has, spaces before them included.
-_JOINER = re.compile(rf"(?:[ \t\r]*\n){{1,{CHUNK_END.count(chr(10))}}}")
+SHORT_CHARS = 24
+"""A text below this may be an everyday word: at the end of a user's turn it is never taken for a chunk."""
 
 
-class Match(NamedTuple):
-    """A known text at `start .. end` of the text searched."""
+class Span(NamedTuple):
+    """A chunk at `start .. end` of a text."""
 
     start: int
     end: int
-    text: str
+    chunk: Chunk
 
 
 class KnownTexts(Protocol):
@@ -33,8 +39,9 @@ class KnownTexts(Protocol):
 
     def __contains__(self, text: object) -> bool: ...
 
-    def find(self, text: str) -> Sequence[tuple[int, int, str]]:
-        """(start, end, known text) of each that stands in `text`, in order, none overlapping."""
+    def searching(self) -> AbstractContextManager[TextIndex]:
+        """The texts as they are now."""
+        ...
 
 
 def recover(
@@ -44,29 +51,39 @@ def recover(
     separator: str | None = None,
     registry: KnownTexts | None = None,
     is_stored: Callable[[str], bool] | None = None,
+    asks: bool = False,
+    framed: bool = False,
 ) -> tuple[Part, ...]:
-    """Text and chunks of one message, in order. Explicit chunks come first, then the separator, then the registry.
+    """Text and chunks of one message, in order; () for one that is blank.
 
-    Explicit are Chunks and blocks with a `chunk_id` in `content`, and `segments` found verbatim in it, each as often
-    as it is given. The separator only says where to cut: a piece is a chunk when its text is in the `registry` or
-    `is_stored`; so a separator typed by a user makes no chunk. Without both, pieces between two separators are chunks.
-    The separator itself is dropped. The registry is searched in everything that is still text.
+    Marked by the caller, and chunks wherever they stand: Chunks and blocks with a `chunk_id` in `content`; `segments`
+    found verbatim in it, each as often as it is given; pieces that a `separator` cuts out, when their text is in the
+    `registry` or `is_stored` (without both: pieces between two separators). A separator is no text: it is dropped, and
+    where no whitespace stands around it, it reads as a blank line.
 
-    A chunk carries its own end (`CHUNK_END`), so the line breaks that joined it to the next text are swallowed.
+    The `registry` is searched in what is still text, under rules that keep a quoted sentence what it is:
+
+    - A known text counts where it fills whole lines, or stands behind a label (`[1]`, `Content:`, `- `, `<doc>`) and
+      before nothing but a note (`(page 1)`, `</doc>`) on its line. Never inside a sentence, a word, a number or a URL.
+    - `asks` (a user's turn): what follows a label such as `Question:` is none; neither is the end of the turn, unless
+      it is a paragraph that ends with no question mark and that stands there for the first time.
+    - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
     >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
     'first'
     """
     parts = _flatten(content)
-    if segments:
-        parts = _explicit(parts, segments)
     if separator is not None:
         check_separator(separator)
-        cut_piece = _piece_recogniser(registry, is_stored)
-        parts = _refined(parts, lambda text: _cut(text, separator, cut_piece))
+        parts = _separated(parts, separator, _piece_recogniser(registry, is_stored), asks)
+    if segments:
+        parts = _explicit(parts, segments)
     if registry is not None:
-        parts = _refined(parts, lambda text: _marked(text, registry.find(text)))
-    return _joined(parts)
+        with registry.searching() as known:
+            parts = _Registered(parts, known, asks, framed).cut()
+    if not any(isinstance(part, Chunk) or part.strip() for part in parts):
+        return ()
+    return tuple(parts)
 
 
 def check_separator(separator: str) -> None:
@@ -78,12 +95,21 @@ def check_separator(separator: str) -> None:
         )
 
 
+# --- what the caller marks ---
+
+
 def _flatten(content: str | Sequence[Block]) -> list[Part]:
     blocks: Sequence[Block] = [content] if isinstance(content, str | Chunk) else content
-    return [block if isinstance(block, str | Chunk) else _from_block(block) for block in blocks]
+    parts: list[Part] = []
+    for block in blocks:
+        parts += [block] if isinstance(block, str) else _marked(block)
+    return _joined(parts)
 
 
-def _from_block(block: Mapping[str, Any]) -> Part:
+def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
+    """The parts of one block; whitespace around a chunk's text stays outside of the chunk."""
+    if isinstance(block, Chunk):
+        return [block] if block.text.strip() else [block.text]
     kind = block.get("type", "text")
     text = block.get("text")
     if kind not in ("text", "text-plain") or not isinstance(text, str):
@@ -92,61 +118,39 @@ def _from_block(block: Mapping[str, Any]) -> Part:
         )
     extras = block.get("extras") or {}
     chunk_id = extras.get("chunk_id", block.get("chunk_id"))
-    if chunk_id is None:
-        return text
-    return Chunk(text.strip(), str(extras.get("source", "")), metadata={"chunk_id": chunk_id})
+    core = text.strip()
+    if chunk_id is None or not core:
+        return [text]
+    before, _, after = text.partition(core)
+    return [before, Chunk(core, str(extras.get("source", "")), metadata={"chunk_id": chunk_id}), after]
 
 
-def _refined(parts: Iterable[Part], split: Callable[[str], Iterable[Part]]) -> list[Part]:
-    """`parts` with every text replaced by what `split` makes of it."""
-    return [new for part in parts for new in ([part] if isinstance(part, Chunk) else split(part))]
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbouring texts as one, none empty."""
+    merged: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
+        elif part if isinstance(part, str) else True:
+            merged.append(part)
+    return merged
 
 
-def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
-    """Cut `segments` out of the texts, each as often as it is given. A text that is one segment needs no search."""
-    waiting: dict[str, list[Chunk]] = {}
-    for segment in segments:
-        chunk = segment if isinstance(segment, Chunk) else Chunk(segment)
-        text = chunk.text.strip()
-        if text:
-            # The stripped text is the one that was ingested; the rest of the chunk says where it came from.
-            same = chunk if text == chunk.text else Chunk(text, chunk.source, metadata=chunk.metadata)
-            waiting.setdefault(text, []).append(same)
-
-    def split(text: str) -> Iterator[Part]:
-        position = 0
-        while position < len(text):
-            found = _earliest(text, position, waiting)
-            if found is None:
-                break
-            yield text[position : found.start]
-            yield waiting[found.text].pop(0)
-            if not waiting[found.text]:
-                del waiting[found.text]
-            position = found.end
-        yield text[position:]
-
-    return _refined(parts, split)
+def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:
+    """`text` in parts, the `spans` (ascending, apart) as chunks."""
+    place = 0
+    for span in spans:
+        yield text[place : span.start]
+        yield span.chunk
+        place = span.end
+    yield text[place:]
 
 
-def _earliest(text: str, position: int, known: Iterable[str]) -> Match | None:
-    """The earliest place of a known text that does not begin or end inside a word; there, the longest."""
-    best: Match | None = None
-    for candidate in known:
-        start = text.find(candidate, position)
-        while start >= 0 and not _stands_alone(text, start, start + len(candidate)):
-            start = text.find(candidate, start + 1)
-        if start >= 0 and (best is None or (start, -len(candidate)) < (best.start, -len(best.text))):
-            best = Match(start, start + len(candidate), candidate)
-    return best
-
-
-def _stands_alone(text: str, start: int, end: int) -> bool:
-    before, after = text[start - 1 : start], text[end : end + 1]
-    return not (
-        (before.isascii() and before.isalnum() and text[start].isalnum())
-        or (after.isascii() and after.isalnum() and text[end - 1].isalnum())
-    )
+def _found(text: str, chunk: Chunk | None = None) -> Chunk:
+    """A chunk that stands in a text as `text`; where it came from as `chunk` says."""
+    if chunk is None:
+        return Chunk(text, in_text=True)
+    return Chunk(text, chunk.source, metadata=chunk.metadata, in_text=True)
 
 
 def _piece_recogniser(
@@ -160,36 +164,239 @@ def _piece_recogniser(
     )
 
 
-def _cut(text: str, separator: str, is_chunk: Callable[[str, bool], bool]) -> Iterator[Part]:
-    pieces = text.split(separator)
-    for index, piece in enumerate(pieces):
-        stripped = piece.strip()
-        if len(pieces) > 1 and stripped and is_chunk(stripped, 0 < index < len(pieces) - 1):
-            yield Chunk(stripped)
-        else:
-            yield piece
+def _separated(parts: Sequence[Part], separator: str, is_chunk: Callable[[str, bool], bool], asks: bool) -> list[Part]:
+    """`parts` without the separators, what they cut out as chunks. A user's turn does not end with one of these."""
+    found: list[Part] = []
+    for index, part in enumerate(parts):
+        pieces = part.split(separator) if isinstance(part, str) else []
+        if len(pieces) < 2:
+            found.append(part)
+            continue
+        ends_turn = asks and index == len(parts) - 1
+        before = ""  # the last character that stands before the piece
+        for place, piece in enumerate(pieces):
+            if before and piece and not before.isspace() and not piece[0].isspace():
+                found.append(CHUNK_JOINT)
+            last = place == len(pieces) - 1
+            core = piece.strip()
+            if core and not (last and ends_turn) and is_chunk(core, place > 0 and not last):
+                start = piece.index(core)
+                found += _cut(piece, [Span(start, start + len(core), _found(core))])
+            else:
+                found.append(piece)
+            before = piece[-1:] or before
+    return _joined(found)
 
 
-def _marked(text: str, matches: Iterable[tuple[int, int, str]]) -> Iterator[Part]:
-    position = 0
-    for start, end, known in matches:
-        yield text[position:start]
-        yield Chunk(known)
-        position = end
-    yield text[position:]
-
-
-def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Neighbouring texts as one, without the joiner after a chunk; blank texts and chunks are nothing."""
-    merged: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += part
-        elif part if isinstance(part, str) else part.text.strip():
-            merged.append(part)
-    after_chunk = [False, *(isinstance(part, Chunk) for part in merged)]
-    cleaned = (
-        _JOINER.sub("", part, count=1) if follows and isinstance(part, str) and _JOINER.match(part) else part
-        for part, follows in zip(merged, after_chunk, strict=False)
+def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
+    """Cut `segments` out of the texts, each as often as it is given: first where it fills whole lines."""
+    given: dict[str, list[Chunk]] = {}
+    for segment in segments:
+        chunk = segment if isinstance(segment, Chunk) else Chunk(segment)
+        if text := chunk.text.strip():
+            given.setdefault(text, []).append(chunk)
+    if not given:
+        return list(parts)
+    texts = ((index, part) for index, part in enumerate(parts) if isinstance(part, str))
+    places = [
+        (not _fills_lines(part, start, end), index, start, start - end, known)
+        for index, part in texts
+        for start, end, known in _places(part, given)
+    ]
+    taken: dict[int, list[Span]] = {}
+    for _, index, start, size, text in sorted(places):
+        spans, end = taken.setdefault(index, []), start - size
+        place = bisect_left(spans, (start,))
+        overlaps = (place and spans[place - 1].end > start) or (place < len(spans) and spans[place].start < end)
+        if given[text] and not overlaps:
+            spans.insert(place, Span(start, end, _found(text, given[text].pop(0))))
+    return _joined(
+        piece
+        for index, part in enumerate(parts)
+        for piece in (_cut(part, taken.get(index, ())) if isinstance(part, str) else (part,))
     )
-    return tuple(part for part in cleaned if isinstance(part, Chunk) or part.strip())
+
+
+_HEAD = 8  # characters of a segment by which its places are looked for
+
+
+def _places(text: str, wanted: Collection[str]) -> Iterator[tuple[int, int, str]]:
+    """Every place (start, end) of each wanted text that does not cut a word, a number or a URL."""
+    known, heads = TextIndex(wanted), any_of(each[:_HEAD] for each in wanted)
+    found = heads.search(text)
+    while found is not None:
+        start = found.start()
+        for each in known.starting_at(text, start):
+            if _may_cut(text, start) and _may_cut(text, start + len(each)):
+                yield start, start + len(each), each
+        found = heads.search(text, start + 1)
+
+
+# --- where a chunk may begin and end ---
+
+# Scripts that put no space between words: a boundary may stand between any two of their letters.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff]|[\U00020000-\U0003ffff]"
+)
+_URL = re.compile(r"""(?:\b[A-Za-z][A-Za-z0-9+.-]*://|\bwww\.)[^\s<>"]*""")
+_RUN = 2048  # characters of an unbroken run that are looked at for a URL, on either side
+
+
+def _may_cut(text: str, place: int) -> bool:
+    """Whether a chunk may begin or end at `place`: not inside a word, a number or a URL.
+
+    >>> [_may_cut(text, place) for text, place in (("12 euro", 2), ("125", 2), ("12,5", 2), ("see www.a.b", 8))]
+    [True, False, False, False]
+    """
+    before, after = text[place - 1 : place], text[place : place + 1]
+    if not before or not after or before.isspace() or after.isspace():
+        return True
+    if _is_letter(before) and _is_letter(after) and not _UNSPACED.match(before) and not _UNSPACED.match(after):
+        return False
+    around = text[max(0, place - 2) : place + 2]
+    if re.search(r"\d[.,:'’/]\d", around):  # place is next to the mark, so a digit beyond it belongs to the number
+        return False
+    start = max(0, place - _RUN)
+    run = text[start : place + _RUN]
+    return not any(url.start() < place - start < url.end() for url in _URL.finditer(run))
+
+
+def _is_letter(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _fills_lines(text: str, start: int, end: int) -> bool:
+    """Whether nothing but blanks stands before `start` and behind `end` on their lines."""
+    return (
+        _LINE_START.search(text[max(0, start - _INDENT) : start]) is not None and _LINE_END.match(text, end) is not None
+    )
+
+
+_INDENT = 256  # blanks before a text that still fills its line
+_LINE_START = re.compile(r"(?:^|\n)[ \t]*\Z")
+_LINE_END = re.compile(r"[ \t\r]*(?:\n|\Z)")
+
+# --- what the registry knows ---
+
+# What frameworks and people put before a passage on its line: a bullet, a number, brackets, a tag, or a name of one or
+# two words, perhaps with a number, and a colon.
+_LABEL = re.compile(
+    r"(?:[-*+•‣>]+[ \t]+"
+    r"|#?\d{1,4}[.):][ \t]+"
+    r"|\[[^\]\n]{1,60}\]:?[ \t]*|\([^()\n]{1,60}\):?[ \t]*|<[A-Za-z][^<>\n]{0,80}>[ \t]*"
+    r"|[^\W\d][\w’'-]*(?:[ \t][^\W\d][\w’'-]*)?(?:[ \t]?[#\d][\d.]{0,6})?[ \t]?[:：][ \t]+)"
+)
+# A label with one of these words last announces a question: "Question: ..." is no passage, even if it was ingested.
+_ASKING = re.compile(
+    r"(?:\b(?:questions?|query|queries|q|user|human|inputs?|ask|asked|request|task|frage|pregunta|pergunta|domanda"
+    r"|vraag|вопрос|سؤال)|问题|問題|質問|질문)\W*\d*\W*\Z",
+    re.IGNORECASE,
+)
+_ASKING_LINE = re.compile(r"(?:\A|\n)[ \t#>*]*([^\n:：]{0,60})[:：][ \t*]*\s*\Z")
+# What they put behind it: a note in brackets, a closing tag.
+_REST = re.compile(r"(?:[ \t]*(?:</[^<>\n]{1,80}>|\([^()\n]{0,80}\)|\[[^\[\]\n]{0,80}\]))*[ \t\r]*(?:\n|\Z)")
+_GAP = re.compile(r"[ \t]+")
+_NOTHING = re.compile(r"\s*\Z")
+_MAX_LABELS = 3
+_QUESTION_MARKS = ("?", "？", "؟", ";")
+
+
+class _Registered:
+    """One search for known texts: a line after the other, each place once."""
+
+    def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool) -> None:
+        self._parts, self._known, self._asks, self._framed = parts, known, asks, framed
+        self._seen = {part.text for part in parts if isinstance(part, Chunk)}
+
+    def cut(self) -> list[Part]:
+        """The parts, known texts cut out of the texts among them."""
+        found: list[Part] = []
+        for index, part in enumerate(self._parts):
+            if isinstance(part, str):
+                at_line = index == 0 or not _is_in_text(self._parts[index - 1])
+                ends_turn = self._asks and index == len(self._parts) - 1
+                found += _cut(part, self._spans(part, at_line, ends_turn))
+            else:
+                found.append(part)
+        return _joined(found)
+
+    def _spans(self, text: str, at_line: bool, ends_turn: bool) -> Iterator[Span]:
+        """Known texts in `text`, which begins a line or goes on with one."""
+        line = 0 if at_line else _next_line(text, 0)
+        while line < len(text):
+            chain = self._on_line(text, line)
+            if chain and ends_turn and _NOTHING.match(text, chain[-1][1]) and not self._may_end(text, line, chain):
+                chain = ()
+            for start, end in chain:
+                self._seen.add(text[start:end])
+                yield Span(start, end, _found(text[start:end]))
+            line = _next_line(text, chain[-1][1] if chain else line)
+
+    def _on_line(self, text: str, line: int) -> Sequence[tuple[int, int]]:
+        """Places of known texts, one or several with blanks between them, that fill the line at `line`."""
+        start = _skip_blanks(text, line)
+        chain = self._chain(text, start)
+        if not chain and not self._framed:
+            place = start
+            for _ in range(_MAX_LABELS):
+                label = _LABEL.match(text, place)
+                if label is None or (self._asks and _ASKING.search(label.group())):
+                    break
+                place = label.end()
+                if chain := self._chain(text, place):
+                    break
+        if chain and self._asks and _asks_for(text, line):
+            return ()
+        return chain
+
+    def _chain(self, text: str, place: int) -> Sequence[tuple[int, int]]:
+        chain: list[tuple[int, int]] = []
+        if not _may_cut(text, place):
+            return ()
+        while True:
+            following = None
+            for known in self._known.starting_at(text, place):
+                end = place + len(known)
+                if _LINE_END.match(text, end) or (not self._framed and _may_cut(text, end) and _REST.match(text, end)):
+                    return [*chain, (place, end)]
+                gap = None if self._framed or following else _GAP.match(text, end)
+                if gap is not None and next(self._known.starting_at(text, gap.end()), None) is not None:
+                    following = (end, gap.end())
+            if following is None:
+                return ()
+            chain.append((place, following[0]))
+            place = following[1]
+
+    def _may_end(self, text: str, line: int, chain: Sequence[tuple[int, int]]) -> bool:
+        """Whether what ends a user's turn is a passage rather than the question: see `recover`."""
+        start, end = chain[0][0], chain[-1][1]
+        known = text[start:end]
+        return (
+            not self._framed
+            and len(chain) == 1
+            and start == _skip_blanks(text, line)
+            and len(known) >= SHORT_CHARS
+            and not known.endswith(_QUESTION_MARKS)
+            and known not in self._seen
+        )
+
+
+def _is_in_text(part: Part) -> bool:
+    return isinstance(part, Chunk) and part.in_text
+
+
+def _asks_for(text: str, line: int) -> bool:
+    """Whether the last words before the line at `line` announce a question."""
+    announced = _ASKING_LINE.search(text[max(0, line - 128) : line])
+    return announced is not None and _ASKING.search(announced.group(1)) is not None
+
+
+def _skip_blanks(text: str, place: int) -> int:
+    while text[place : place + 1] in (" ", "\t"):
+        place += 1
+    return place
+
+
+def _next_line(text: str, place: int) -> int:
+    end = text.find("\n", place)
+    return len(text) if end < 0 else end + 1

@@ -10,11 +10,12 @@ import hashlib
 import os
 import sqlite3
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreMismatchError
@@ -23,29 +24,20 @@ REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
 
 ANCHOR_CHARS = 24
-"""Texts are looked up by their first characters. Shorter ones match only where they fill whole lines."""
+"""Texts are looked up by their first characters."""
 
 _TABLE = "registered_texts"
 _LOCK_TIMEOUT_S = 30.0
 
 
-class Match(NamedTuple):
-    """A known text at `start .. end` of the text searched."""
-
-    start: int
-    end: int
-    text: str
-
-
 class TextIndex:
-    """Known texts by their first characters; finds them verbatim in a longer text. Not safe between threads.
+    """Known texts by their first characters; says which begin at a place of a longer text. Not safe between threads.
 
-    A text shorter than ANCHOR_CHARS may be an everyday word, so it counts only where it fills whole lines.
+    A place costs a look-up and, where texts share their first characters, a binary search among those.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._by_anchor: dict[str, dict[str, None]] = {}
-        self._unsorted: set[str] = set()  # anchors whose texts are not yet longest first
+        self._by_anchor: dict[str, _SameAnchor] = {}
         self._short: set[str] = set()
         self._short_lengths: list[int] = []  # longest first
         for text in texts:
@@ -55,59 +47,117 @@ class TextIndex:
         """Know a stripped, non-empty text; twice is once."""
         if len(text) < ANCHOR_CHARS:
             self._short.add(text)
-            self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
-            return
-        anchor = text[:ANCHOR_CHARS]
-        self._by_anchor.setdefault(anchor, {})[text] = None
-        self._unsorted.add(anchor)
+            self._note_lengths()
+        else:
+            self._by_anchor.setdefault(text[:ANCHOR_CHARS], _SameAnchor()).add(text)
 
     def discard(self, text: str) -> None:
         """Forget a text, if it is known."""
         if len(text) < ANCHOR_CHARS:
             self._short.discard(text)
-            self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
+            self._note_lengths()
             return
-        same_anchor = self._by_anchor.get(text[:ANCHOR_CHARS], {})
-        same_anchor.pop(text, None)
-        if not same_anchor:
-            self._by_anchor.pop(text[:ANCHOR_CHARS], None)
+        group = self._by_anchor.get(text[:ANCHOR_CHARS])
+        if group is not None:
+            group.discard(text)
+            if not group:
+                del self._by_anchor[text[:ANCHOR_CHARS]]
 
-    def find(self, text: str) -> list[Match]:
-        """Non-overlapping matches, in order: at the earliest place the longest known text wins.
+    def starting_at(self, text: str, place: int) -> Iterator[str]:
+        """The known texts that begin at `place` of `text`, the longest first.
 
-        >>> index = TextIndex(["The first chunk is here, long enough.", "The first chunk is here,"])
-        >>> [match.text for match in index.find("Context: The first chunk is here, long enough. Why?")]
-        ['The first chunk is here, long enough.']
+        >>> index = TextIndex(["The first chunk is here, long enough.", "The first chunk is here,", "The"])
+        >>> list(index.starting_at("> The first chunk is here, you see?", 2))
+        ['The first chunk is here,', 'The']
         """
-        self._sort()
-        matches: list[Match] = []
-        by_anchor, position, last = self._by_anchor, 0, len(text)
-        while position < last:
-            same_anchor = by_anchor.get(text[position : position + ANCHOR_CHARS])
-            found = ""
-            if same_anchor is not None:
-                found = next((known for known in same_anchor if text.startswith(known, position)), "")
-            if not found and self._short and (position == 0 or text[position - 1] == "\n"):
-                found = self._short_at(text, position)
-            if found:
-                matches.append(Match(position, position + len(found), found))
-                position += len(found)
-            else:
-                position += 1
-        return matches
-
-    def _sort(self) -> None:
-        for anchor in self._unsorted.intersection(self._by_anchor):
-            self._by_anchor[anchor] = dict.fromkeys(sorted(self._by_anchor[anchor], key=len, reverse=True))
-        self._unsorted.clear()
-
-    def _short_at(self, text: str, position: int) -> str:
-        """The longest short text that fills whole lines from the line start `position`; "" when there is none."""
+        group = self._by_anchor.get(text[place : place + ANCHOR_CHARS])
+        if group is not None:
+            yield from group.starting_at(text, place)
         for length in self._short_lengths:
-            candidate = text[position : position + length]
-            if candidate in self._short and text[position + length :].partition("\n")[0].strip() == "":
-                return candidate
-        return ""
+            candidate = text[place : place + length]
+            if len(candidate) == length and candidate in self._short:
+                yield candidate
+
+    def _note_lengths(self) -> None:
+        self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
+
+
+class _SameAnchor:
+    """Texts that begin alike, in order, each with the longest other one that it begins with."""
+
+    def __init__(self) -> None:
+        self._sorted: list[str] = []
+        self._begins_with: dict[str, str] = {}
+        self._waiting: set[str] = set()  # added, not yet in order
+        self._longest = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._sorted or self._waiting)
+
+    def add(self, text: str) -> None:
+        place = bisect_left(self._sorted, text)
+        if self._sorted[place : place + 1] != [text]:
+            self._waiting.add(text)
+
+    def discard(self, text: str) -> None:
+        self._waiting.discard(text)
+        place = bisect_left(self._sorted, text)
+        if self._sorted[place : place + 1] != [text]:
+            return
+        del self._sorted[place]
+        shorter = self._begins_with.pop(text, None)
+        for longer in self._longer(text, place):
+            if self._begins_with[longer] == text:
+                self._begin(longer, shorter)
+
+    def starting_at(self, text: str, place: int) -> Iterator[str]:
+        self._put_in_order()
+        # Whatever `text` begins with at `place` is the text sorted just before it, or one that that begins with.
+        following = bisect_right(self._sorted, text[place : place + self._longest])
+        known = self._sorted[following - 1] if following else None
+        while known is not None:
+            if text.startswith(known, place):
+                yield known
+            known = self._begins_with.get(known)
+
+    def _put_in_order(self) -> None:
+        if len(self._waiting) * 16 > len(self._sorted):  # many: sorting all is cheaper than placing each
+            self._sorted = sorted({*self._sorted, *self._waiting})
+            self._begins_with = {}
+            open_texts: list[str] = []
+            for text in self._sorted:
+                while open_texts and not text.startswith(open_texts[-1]):
+                    open_texts.pop()
+                self._begin(text, open_texts[-1] if open_texts else None)
+                open_texts.append(text)
+        else:
+            for text in self._waiting:
+                self._insert(text)
+        self._longest = max(self._longest, *map(len, self._waiting), 0)
+        self._waiting.clear()
+
+    def _insert(self, text: str) -> None:
+        place = bisect_left(self._sorted, text)
+        shorter = self._sorted[place - 1] if place else None
+        while shorter is not None and not text.startswith(shorter):
+            shorter = self._begins_with.get(shorter)
+        self._sorted.insert(place, text)
+        self._begin(text, shorter)
+        for longer in self._longer(text, place + 1):
+            if self._begins_with.get(longer) == shorter:
+                self._begins_with[longer] = text
+
+    def _longer(self, text: str, place: int) -> Iterator[str]:
+        """The texts from `place` on that begin with `text`."""
+        while place < len(self._sorted) and self._sorted[place].startswith(text):
+            yield self._sorted[place]
+            place += 1
+
+    def _begin(self, text: str, shorter: str | None) -> None:
+        if shorter is None:
+            self._begins_with.pop(text, None)
+        else:
+            self._begins_with[text] = shorter
 
 
 class ChunkRegistry:
@@ -142,10 +192,11 @@ class ChunkRegistry:
         with self._current():
             return isinstance(text, str) and text.strip() in self._texts
 
-    def find(self, text: str) -> list[Match]:
-        """Where known texts stand in `text`; see `TextIndex.find`."""
+    @contextmanager
+    def searching(self) -> Iterator[TextIndex]:
+        """The texts as they are now, for a search; others wait meanwhile."""
         with self._current():
-            return self._index.find(text)
+            yield self._index
 
     # --- changing it ---
 

@@ -8,13 +8,23 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ragblend import open_index
+from ragblend import Chunk, open_index
 from ragblend.embedders import HashingEmbedder
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
+from ragblend.recovery import recover
 from ragblend.registry import REGISTRY_FILE, ChunkRegistry, TextIndex, registry_of
+
+
+def beginning(registry: ChunkRegistry, text: str) -> list[str]:
+    """The registered texts that `text` begins with."""
+    with registry.searching() as known:
+        return list(known.starting_at(text, 0))
+
 
 LONG = "This text is longer than an anchor, by far."
 
@@ -36,31 +46,42 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry
 def test_remove_forgets(registry: ChunkRegistry) -> None:
     registry.add([LONG, "short"])
     assert registry.remove([LONG, "unknown"]) == 1
-    assert registry.find(LONG) == []
+    assert beginning(registry, LONG) == []
     assert list(registry.texts()) == ["short"]
     assert registry.add([LONG]) == 1
-    assert [match.text for match in registry.find(LONG)] == [LONG]
+    assert beginning(registry, LONG) == [LONG]
 
 
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
     assert registry.add(["\ud800 is half a character", LONG]) == 1
 
 
-def test_longest_text_wins_at_the_earliest_place() -> None:
+def test_the_texts_that_begin_at_a_place_come_longest_first() -> None:
     head = LONG[:30]
-    index = TextIndex([head, LONG, LONG[10:]])
-    assert [match.text for match in index.find(f"x {LONG} {head}")] == [LONG, head]
+    index = TextIndex([head, LONG, LONG[10:], "This", "This text"])
+    assert list(index.starting_at(f"x {LONG} {head}", 2)) == [LONG, head, "This text", "This"]
     index.discard(LONG)
-    assert [match.text for match in index.find(f"x {LONG}")] == [head]
+    assert list(index.starting_at(f"x {LONG}", 2)) == [head, "This text", "This"]
+    assert list(index.starting_at(LONG, 1)) == []
 
 
-def test_short_texts_match_whole_lines_only() -> None:
-    index = TextIndex(["Yes.", "No.\nNever."])
-    assert [match.text for match in index.find("He said: Yes. Really\nYes.\t\nNo.\nNever.\n")] == [
-        "Yes.",
-        "No.\nNever.",
-    ]
-    assert index.find("Is it Yes.?") == []
+@given(st.data())
+def test_what_begins_at_a_place_is_what_a_plain_search_finds(data: st.DataObject) -> None:
+    """Over texts that are made of few parts, so that many begin alike and are beginnings of each other."""
+    part = st.sampled_from(["a common beginning of 24 ch", "a", "b", "\n"])
+    texts = data.draw(st.lists(st.lists(part, min_size=1, max_size=5).map("".join), max_size=12))
+    index, known = TextIndex(), set()
+    for text in texts:
+        if data.draw(st.booleans()) or text not in known:
+            index.add(text)
+            known.add(text)
+        else:
+            index.discard(text)
+            known.discard(text)
+        prompt = "".join(data.draw(st.lists(part, max_size=6)))
+        place = data.draw(st.integers(0, len(prompt)))
+        expected = sorted((each for each in known if prompt.startswith(each, place)), key=len, reverse=True)
+        assert list(index.starting_at(prompt, place)) == expected
 
 
 def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
@@ -97,7 +118,7 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
     def work(n: int) -> None:
         for i in range(20):
             registry.add([f"text {i} of thread {n}, long enough"])
-            assert registry.find(f"text {i} of thread {n}, long enough")
+            assert beginning(registry, f"text {i} of thread {n}, long enough")
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -145,7 +166,7 @@ def test_ten_thousand_chunks_are_searched_in_milliseconds() -> None:
     registry.add(texts)
     prompt = "\n\n".join(["Context:", *texts[::500], "Question?"])
     start_s = perf_counter()
-    assert len(registry.find(prompt)) == 20
+    assert sum(isinstance(part, Chunk) for part in recover(prompt, registry=registry)) == 20
     assert perf_counter() - start_s < 2.0  # all share one anchor, the worst case; about 20 ms on an idle core
 
 

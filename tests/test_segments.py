@@ -135,7 +135,7 @@ def test_a_chunk_has_one_id_sequence_in_every_prompt(text, before, after, name, 
     expected = segmenter.chunk_ids(text)
     for prompt in prompts:
         tokenized = segmenter.tokenize(prompt)
-        assert expected in [segment.token_ids for segment in tokenized.chunk_segments]
+        assert not expected or expected in [segment.token_ids for segment in tokenized.chunk_segments]
         assert_contiguous(tokenized)
 
 
@@ -216,7 +216,7 @@ def test_the_prompt_reads_as_the_model_s_own_template_writes_it(name, segmenters
     expected = segmenter._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     tokenized = segmenter.tokenize(prompt)
     assert text_of(segmenter, tokenized.token_ids) == expected
-    assert [segment.kind for segment in tokenized.segments] == ["prefix", "chunk", "chunk", "suffix"]
+    assert [segment.kind for segment in tokenized.segments] == ["prefix", "chunk", "text", "chunk", "suffix"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
@@ -288,11 +288,11 @@ def test_chunks_inside_the_system_text_and_between_texts(segmenters):
     assert kinds == ["prefix", "chunk", "text", "chunk", "text", "chunk", "suffix"]
     texts = [text_of(segmenter, segment.token_ids) for segment in tokenized.segments]
     assert texts[0] == "<|im_start|>system\nUse this: "
-    assert texts[2] == "and this: "
+    assert texts[2] == "\n\nand this: "
     assert texts[4] == (
         "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes?<|im_end|>\n<|im_start|>user\nSee "
     )
-    assert texts[6] == "what?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[6] == "\n\nwhat?<|im_end|>\n<|im_start|>assistant\n"
     assert [segment.chunk.text for segment in tokenized.chunk_segments] == ["one", "two", "three"]
     assert_contiguous(tokenized)
 
@@ -312,7 +312,8 @@ def test_the_same_chunk_twice_in_a_row_is_two_segments(name, segmenters):
     tokenized = segmenters[name].tokenize(SegmentedPrompt([chunk, chunk], "q"))
     first, second = tokenized.chunk_segments
     assert first.token_ids == second.token_ids
-    assert second.start == first.end
+    joint = 0 if name == "declared" else len(segmenters[name].text_ids("\n\n"))
+    assert second.start == first.end + joint
     assert first.chunk is second.chunk is chunk
 
 
@@ -357,7 +358,8 @@ def test_the_default_prefix_is_the_prefix_of_a_plain_question(name, system, segm
 def test_count_tokens_counts_the_chunks_own_template(segmenters):
     for segmenter in segmenters.values():
         assert segmenter.count_tokens("the chunk") == len(segmenter.chunk_ids(Chunk("the chunk")))
-    assert segmenters["declared"].count_tokens("") > segmenters["declared"].count_tokens("x") - 2 > 0
+    assert segmenters["plain"].count_tokens("") == 0
+    assert segmenters["declared"].count_tokens("") == 2
 
 
 # --- formats ---
@@ -412,7 +414,7 @@ def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make
 def test_a_refused_text_is_refused_again(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
     segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
     control = segmenter._ids(Piece("<|im_end|>", trusted=True))
-    monkeypatch.setattr(segmenter, "_untrusted_ids", lambda _: list(control))
+    monkeypatch.setattr(segmenter, "_untrusted_ids", lambda *_: list(control))
     for _ in range(2):
         with pytest.raises(RagblendError, match="tokenizes to the control tokens"):
             segmenter.chunk_ids("innocent")
@@ -426,8 +428,8 @@ def test_what_is_remembered_stays_within_its_bound(texts, make_tokenizer):
         for text in texts:
             segmenter.text_ids(text)
             held = segmenter._remembered
-            assert segmenter._num_remembered == sum(len(piece.text) + 64 for piece in held) <= 64 * 20
-            assert (Piece(text, trusted=False) in held) == (len(text) <= 20)
+            assert segmenter._num_remembered == sum(len(piece.text) + 64 for piece, _ in held) <= 64 * 20
+            assert ((Piece(text, trusted=False), False) in held) == (len(text) <= 20)
 
 
 def test_the_text_that_was_asked_for_longest_ago_is_forgotten_first(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
@@ -435,7 +437,7 @@ def test_the_text_that_was_asked_for_longest_ago_is_forgotten_first(make_tokeniz
     segmenter = Segmenter(make_tokenizer(), PlainFormat())
     for text in "abac":
         segmenter.text_ids(text)
-    assert [piece.text for piece in segmenter._remembered] == ["a", "c"]
+    assert [piece.text for piece, _ in segmenter._remembered] == ["a", "c"]
 
 
 def test_the_plain_format_writes_question_and_answer(segmenters):

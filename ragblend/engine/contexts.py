@@ -7,7 +7,7 @@ is recomputed. A store says by a file of its own that it holds some, so that oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store import TieredStore
 
+MAX_JOINT_TOKENS = 4  # between two chunks: a blank line takes one or two
 _MARK = "neighbours"  # in the root of a disk tier
 
 
@@ -34,7 +35,8 @@ def contexts(
 ) -> list[Context]:
     """Contexts to look for the chunk at `start` of a prompt behind, the best first.
 
-    before: where the chunk that ends at `start` begins; None when there is none, or no neighbour versions are stored.
+    before: where the chunk before it begins, see `neighbours`; None when there is none, or no neighbour versions are
+    stored.
     The prompt's own prefix, `prefix_length` ids, is tried before the one that ingestion computes behind.
 
     >>> [context.token_ids for context in contexts([1, 5, 6, 7], 3, before=1, prefix_length=1, default_prefix=(2,))]
@@ -49,6 +51,24 @@ def contexts(
             match: PrefixMatch = "exact" if prefix == own else "approximate"
             exact = match == "exact" and prefix_length + len(ids) == start
             found.append(Context(prefix + ids, match, exact, bool(ids)))
+    return found
+
+
+def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Where the chunk before begins, for the chunks of a prompt (start, end) that may have been stored behind it.
+
+    Between two neighbours stands what joins chunks, if anything; whether it is what stood there when the second was
+    computed, its key tells.
+
+    >>> neighbours([(3, 9), (10, 20), (60, 70), (70, 80)])
+    {10: 3, 70: 60}
+    """
+    found = {}
+    last_start, last_end = 0, -MAX_JOINT_TOKENS - 1
+    for start, end in spans:
+        if start - last_end <= MAX_JOINT_TOKENS:
+            found[start] = last_start
+        last_start, last_end = start, end
     return found
 
 

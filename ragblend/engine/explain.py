@@ -64,7 +64,11 @@ class ExplainedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt answered twice, by blending and by full prefill, with what became of every token."""
+    """A prompt answered twice, by blending and by full prefill, with what became of every token.
+
+    The answers and first tokens are compared with full prefill of the text as it was sent (`Segmenter.as_sent`), the
+    KV of the tokens with full prefill of the same tokens. `boundaries_moved`: the two are not the same ids.
+    """
 
     model: str
     question: str  # the last user turn's text, chunks left out
@@ -76,6 +80,7 @@ class Explanation:
     report: BlendReport
     full_report: BlendReport
     segments: tuple[ExplainedSegment, ...]
+    boundaries_moved: bool = False
 
     @property
     def tokens(self) -> tuple[ExplainedToken, ...]:
@@ -107,14 +112,18 @@ class ExplainingEngine(DecodingEngine, Protocol):
 def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and compare. `options` are those of the engine's `request`.
 
-    Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode that is not
+    Takes three prefills and two answers (four where recognition moved token boundaries), and holds the KV of two
+    prompts. Raises UsageError for a mode that is not
     "blend" and for a conversation, whose earlier turns are not in the prompt's KV as they were computed.
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
         raise UsageError("explain shows how one prompt is blended; leave mode and conversation out")
     request = engine.request(prompt, **options)
     blended, answer = _run(engine, request)
-    full, full_answer = _run(engine, replace(request, mode="full"))
+    sent = engine.segmenter.as_sent(request.prompt)
+    moved = sent.token_ids != request.prompt.token_ids
+    reference, full_answer = _run(engine, replace(request, mode="full", prompt=sent))
+    full = engine.prefill(replace(request, mode="full")) if moved else reference
     count = request.prompt.num_tokens
     remaining = _deviations(full.fused, blended.fused, count)
     # Full reuse keeps all stored KV as it was placed: what blending started from.
@@ -128,11 +137,12 @@ def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack
         answer.text,
         full_answer.text,
         answer.token_ids == full_answer.token_ids,
-        int(full.logits.argmax()) == int(blended.logits.argmax()),
-        first_token_kl(full.logits, blended.logits),
+        int(reference.logits.argmax()) == int(blended.logits.argmax()),
+        first_token_kl(reference.logits, blended.logits),
         answer.report,
         full_answer.report,
         tuple(_segments(engine, request, blended, found, deviations, remaining)),
+        moved,
     )
 
 

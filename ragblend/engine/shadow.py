@@ -101,6 +101,7 @@ class Shadow:
 def compare_with_full(engine: DecodingEngine, request: Request, logits: Tensor, answer: Generation) -> ShadowReport:
     """Run `request` by full prefill beside its `answer`, whose first token came from `logits` [vocabulary].
 
+    Full prefill reads the text as it was sent, see `Segmenter.as_sent`.
     The answers are compared where both are greedy and `answer` was not broken off; otherwise only the first token is.
     """
     comparable = request.sampling.temperature == 0 and answer.finish_reason != "cancelled"
@@ -110,7 +111,8 @@ def compare_with_full(engine: DecodingEngine, request: Request, logits: Tensor, 
     def keep(prefilled: Prefilled, _: Generation) -> None:
         kept.append(prefilled.logits)
 
-    full = replace(request, mode="full", conversation=None, max_tokens=max_tokens)
+    prompt = engine.segmenter.as_sent(request.prompt)
+    full = replace(request, prompt=prompt, mode="full", conversation=None, max_tokens=max_tokens)
     same = runs_alike(GenerationStream(engine, full, keep), answer)
     return ShadowReport(
         int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
+from ragblend.engine.contexts import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.controller import Decision, MachineProfile, decide
 from ragblend.engine.decoding import Sampling
 from ragblend.engine.explain import Explanation, explain
@@ -401,9 +401,11 @@ class TransformersEngine:
         return known
 
     def _behind(self, neighbour: tuple[int, ...]) -> FusedKV:
-        """KV of the default prefix and a chunk behind it: where that chunk is stored, exact and nearly for nothing."""
-        prefix_ids = self.default_prefix_ids
-        kv = self.store.get(self._key(prefix_ids, neighbour), neighbour)
+        """KV of the default prefix, a chunk behind it and what joins it to the next: where that chunk is stored, exact
+        and nearly for nothing."""
+        prefix_ids, joint = self.default_prefix_ids, self.segmenter.joint_ids
+        chunk_ids = neighbour[: len(neighbour) - len(joint)]
+        kv = self.store.get(self._key(prefix_ids, chunk_ids), chunk_ids)
         if kv is None or not kv.header.is_lossless:
             return self._prefix(prefix_ids + neighbour)
         prefix = self._prefix(prefix_ids)
@@ -435,7 +437,8 @@ class TransformersEngine:
     def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
         token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
-        starts = {segment.end: segment.start for segment in prompt.chunk_segments} if self.finds_neighbours else {}
+        spans = ((segment.start, segment.end) for segment in prompt.chunk_segments)
+        starts = neighbours(spans) if self.finds_neighbours else {}
         for segment in prompt.chunk_segments:
             before = starts.get(segment.start)
             yield segment, contexts(token_ids, segment.start, before, num_prefix, self.default_prefix_ids)

@@ -345,7 +345,9 @@ class VllmBase(ABC):
             return
 
         def compare() -> ShadowReport:
-            stream = VllmStream(self, replace(request, params=replace(params, mode="full")))
+            prompt = self.segmenter.as_sent(request.prompt)
+            full = blend_params(prompt, "full", params.rule, params.ratio, params.namespace, params.seed)
+            stream = VllmStream(self, replace(request, prompt=prompt, params=full))
             same = runs_alike(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 

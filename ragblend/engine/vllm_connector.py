@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ragblend.engine.breaker import CircuitBreaker
-from ragblend.engine.contexts import Context, contexts, holds_neighbours, note_neighbours
+from ragblend.engine.contexts import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import dtype_name
@@ -323,7 +323,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> Iterator[tuple[str, Context]]:
         """Keys that a chunk may be stored under, the best one first. What is to be ingested has one only."""
         num_prefix, default = params.spans[0][0], self.config.prefix_ids
-        starts = {last: first for first, last in params.spans} if holds_neighbours(self._disk) else {}
+        starts = neighbours(params.spans) if holds_neighbours(self._disk) else {}
         for context in contexts(ids, start, starts.get(start), num_prefix, default):
             yield chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace), context
             if params.mode == "ingest":
