@@ -27,7 +27,6 @@ try:
         ChatResponse,
         ChatResponseAsyncGen,
         MessageRole,
-        TextBlock,
     )
     from llama_index.core.base.response.schema import RESPONSE_TYPE
     from llama_index.core.callbacks import CallbackManager
@@ -154,8 +153,7 @@ class BlendSynthesizer(BaseSynthesizer):
 
     def _messages(self, query: str, texts: Sequence[str]) -> list[ChatMessage]:
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
-        blocks = [TextBlock(text=text) for text in (*texts, query)]
-        return [*system, ChatMessage(role=MessageRole.USER, content=blocks)]
+        return [*system, ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))]
 
 
 def _with_facts(response: RESPONSE_TYPE, facts: dict[str, Any]) -> RESPONSE_TYPE:

@@ -146,11 +146,17 @@ def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:
     yield text[place:]
 
 
-def _found(text: str, chunk: Chunk | None = None) -> Chunk:
-    """A chunk that stands in a text as `text`; where it came from as `chunk` says."""
-    if chunk is None:
-        return Chunk(text, in_text=True)
-    return Chunk(text, chunk.source, metadata=chunk.metadata, in_text=True)
+def _found(text: str) -> Chunk:
+    """A chunk that stands in a text."""
+    return Chunk(text, in_text=True)
+
+
+def _handed_over(chunk: Chunk, text: Part, start: int, end: int) -> Chunk:
+    """A chunk that the caller says stands in `text`, from where he says it came. Where a line ends behind it, the
+    prompt is laid out as if the chunk had been a part of its own: nothing is added there."""
+    assert isinstance(text, str)
+    inside = end < len(text) and text[end] != "\n"
+    return Chunk(text[start:end], chunk.source, metadata=chunk.metadata, in_text=inside)
 
 
 def _piece_recogniser(
@@ -209,7 +215,7 @@ def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
         place = bisect_left(spans, (start,))
         overlaps = (place and spans[place - 1].end > start) or (place < len(spans) and spans[place].start < end)
         if given[text] and not overlaps:
-            spans.insert(place, Span(start, end, _found(text, given[text].pop(0))))
+            spans.insert(place, Span(start, end, _handed_over(given[text].pop(0), parts[index], start, end)))
     return _joined(
         piece
         for index, part in enumerate(parts)

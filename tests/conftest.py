@@ -228,6 +228,16 @@ def segmenter(tokenizer: PreTrainedTokenizerFast) -> Segmenter:
     return Segmenter(tokenizer, prompt_format(tokenizer))
 
 
+CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
+
+
+@pytest.fixture(scope="session")
+def chat_segmenter(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Segmenter:
+    """The tiny tokenizer's segmenter with a chat template, as the models have that people chat with."""
+    tokenizer = make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
+    return Segmenter(tokenizer, prompt_format(tokenizer))
+
+
 @pytest.fixture
 def tiny_engine(
     tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter

@@ -27,6 +27,7 @@ from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.segments import Segmenter
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -54,8 +55,8 @@ def retriever(index: ChunkIndex) -> BlendRetriever:
 
 
 @pytest.fixture
-def chat(tiny_engine: Callable[..., TransformersEngine]) -> ChatBlend:
-    engine = tiny_engine()
+def chat(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> ChatBlend:
+    engine = tiny_engine(segmenter=chat_segmenter)
     precompute_and_register(TEXTS, engine)
     return ChatBlend(engine=engine, max_tokens=6)
 

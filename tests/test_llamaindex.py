@@ -34,6 +34,7 @@ from ragblend.llamaindex import (
     BlendSynthesizer,
     delete_ref_doc,
 )
+from ragblend.segments import Segmenter
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -45,8 +46,8 @@ QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
-def llm(tiny_engine: Callable[..., TransformersEngine]) -> BlendLLM:
-    engine = tiny_engine()
+def llm(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> BlendLLM:
+    engine = tiny_engine(segmenter=chat_segmenter)
     precompute_and_register(TEXTS, engine)
     return BlendLLM(engine=engine, max_tokens=6)
 

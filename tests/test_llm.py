@@ -39,7 +39,7 @@ from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.registry import ChunkRegistry
-from ragblend.segments import Part
+from ragblend.segments import Part, Segmenter
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -47,8 +47,8 @@ CONTEXT = f"Context:\n\n{A}\n\n{B}\n\nQuestion: who?"
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
-    engine = tiny_engine()
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
+    engine = tiny_engine(segmenter=chat_segmenter)
     precompute_and_register([A, B], engine)
     return engine
 
@@ -62,7 +62,9 @@ class ScriptedEngine:
     """An engine whose every token waits for a permit: shows what comes when, and what is closed."""
 
     name, fingerprint, context_length = "scripted", "f", 100
-    segmenter = SimpleNamespace(text_ids=lambda text: [len(word) for word in text.split()])
+    segmenter = SimpleNamespace(
+        text_ids=lambda text: [len(word) for word in text.split()], format=SimpleNamespace(frames_chunks=False)
+    )
 
     def __init__(self, pieces: tuple[str, ...] = ("one ", "two ", "three"), permits: int = 0) -> None:
         self.store: Any = SimpleNamespace(tiers=())
@@ -187,7 +189,7 @@ def test_neighbours_of_one_role_are_merged_and_empty_messages_dropped() -> None:
     sent = messages_sent(
         SystemMessage("a"), SystemMessage("b"), HumanMessage(""), ChatMessage(content="c", role="user")
     )
-    assert sent == [("system", ["a\n\nb"]), ("user", ["c"])]
+    assert sent == [("system", ["a", "\n\n", "b"]), ("user", ["c"])]
 
 
 def test_tool_results_stand_before_the_question_with_their_documents_as_chunks() -> None:
@@ -195,7 +197,7 @@ def test_tool_results_stand_before_the_question_with_their_documents_as_chunks()
     found = ToolMessage(f"{A}\n\n{B}", tool_call_id="1", artifact=[Document(A), Document(B)])
     number = ToolMessage("42", tool_call_id="2")
     sent = messages_sent(HumanMessage("Who?"), AIMessage("", tool_calls=[call]), found, number)
-    assert sent == [("user", [f"<{A}>", f"<{B}>", "42\n\nWho?"])]
+    assert sent == [("user", [f"<{A}>", "\n\n", f"<{B}>", "\n\n", "42", "\n\n", "Who?"])]
 
 
 def test_a_tool_result_after_an_assistant_text_is_a_turn_of_its_own() -> None:
@@ -227,9 +229,12 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_a_calibrated_ratio_is_named_auto(
-    kind: type[ChatBlend | BlendLLM], tiny_engine: Callable[..., TransformersEngine], tmp_path: Path
+    kind: type[ChatBlend | BlendLLM],
+    tiny_engine: Callable[..., TransformersEngine],
+    chat_segmenter: Segmenter,
+    tmp_path: Path,
 ) -> None:
-    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False))
+    engine = tiny_engine(store=DiskStore(tmp_path, fsync=False), segmenter=chat_segmenter)
     precompute_and_register([A, B], engine)
     llm: Any = kind(engine=engine, max_tokens=1, recompute_ratio="auto")
 

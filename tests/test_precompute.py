@@ -276,7 +276,8 @@ def test_rewriting_eight_bits_prefills_them_again(chunks, tmp_path, wanted):
 def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path):
     for place, kv_dtype in (("reference", "int8"), ("kv", "auto")):
         with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
-            precompute_chunks(chunks, engine)
+            # Each in a pass of its own, as the victim will be: some CPUs round differently where passes are shared.
+            assert all(engine.precompute(chunk) for chunk in chunks)
     victim = next((tmp_path / "kv").glob("??/*.safetensors"))
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1

@@ -49,15 +49,15 @@ def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(
 
 
 def test_states_are_those_of_the_report(explanation):
-    prefix, exact, missed, blended, suffix = explanation.segments
+    prefix, exact, joint, missed, _, blended, suffix = explanation.segments
     assert {token.state for token in prefix.tokens} | {token.state for token in exact.tokens} == {"exact"}
-    assert {token.state for token in missed.tokens} | {token.state for token in suffix.tokens} == {"computed"}
+    assert {token.state for segment in (joint, missed, suffix) for token in segment.tokens} == {"computed"}
     assert {token.state for token in blended.tokens} == {"recomputed", "reused"}
     report = explanation.report
     assert sum(map(explanation.count, STATES)) == report.prompt_tokens
     assert explanation.count("recomputed") == report.num_recomputed_tokens
     assert explanation.count("exact") + explanation.count("reused") == report.num_reused_tokens
-    assert [segment.chunk for segment in explanation.segments[1:4]] == report.chunks
+    assert [segment.chunk for segment in (exact, missed, blended)] == report.chunks
     assert (missed.read_s, missed.deviation, prefix.chunk) == (None, None, None)
     assert exact.read_s >= 0
 
@@ -76,7 +76,7 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
 ):
     """The stored chunk is moved by the stock model itself: run behind the prefix, its positions shifted."""
     model, tokenized = stock_model("llama"), engine.segmenter.tokenize(PROMPT)
-    prefix, chunk = tokenized.segments[0], tokenized.segments[3]
+    prefix, chunk = tokenized.segments[0], tokenized.chunk_segments[2]
     full, alone = DynamicCache(), DynamicCache()
     ids = [*prefix.token_ids, *chunk.token_ids]
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
         # RoPE sees only distances, so positions shifted for prefix and chunk alike leave values and attention alone.
         shift = chunk.start - prefix.num_tokens
         model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + shift, past_key_values=alone)
-    for place, token in enumerate(explanation.segments[3].tokens):
+    for place, token in enumerate(explanation.segments[5].tokens):
         per_layer = []
         for ours, theirs in zip(alone.layers, full.layers, strict=True):
             for stored, fresh in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -120,7 +120,7 @@ def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypa
 
     monkeypatch.setattr(engine, "prefill", lossy)
     explanation = engine.explain(PROMPT, recompute_ratio=0.3, max_tokens=2)
-    lost = explanation.segments[3]
+    lost = explanation.segments[5]
     assert lost.chunk.hit
     assert lost.deviation is None
     assert "mean deviation" not in render_html(explanation)

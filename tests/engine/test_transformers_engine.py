@@ -25,7 +25,7 @@ from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, StoreFullError, UsageError
-from ragblend.segments import Chunk, SegmentedPrompt, Segmenter, prompt_format
+from ragblend.segments import Chunk, DeclaredFormat, SegmentedPrompt, Segmenter, prompt_format
 from tests.tier_support import DictValues
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
@@ -254,10 +254,11 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
 
 def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):
     """It is computed, because its logits are the answer."""
+    joint = len(engine.segmenter.joint_ids)
     report = engine.generate(SegmentedPrompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
-    with_answer = engine.generate(SegmentedPrompt.from_parts(CHUNKS[:2]), mode="reuse", max_tokens=1).report
-    assert report.num_reused_tokens == report.prompt_tokens - len(engine.segmenter.text_ids("Answer:"))
-    assert with_answer.num_reused_tokens == with_answer.prompt_tokens - 1
+    at_end = engine.generate(SegmentedPrompt.from_parts(CHUNKS[:2]), mode="reuse", max_tokens=1).report
+    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.segmenter.text_ids("Answer:"))
+    assert at_end.num_reused_tokens == at_end.prompt_tokens - joint - 1
 
 
 def test_the_charged_budget_counts_misses_and_probes(tiny_engine):
@@ -306,13 +307,19 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
     assert run("what is that answer to the question? " * 20, AUTO).rule == AUTO
 
 
-def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(engine):
+def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(tiny_engine, tokenizer):
+    declared = DeclaredFormat(chunk_prefix="<doc>", chunk_end="\n\n", question_prefix="<q>", answer_prefix="<a>")
+    engine = tiny_engine("llama", segmenter=Segmenter(tokenizer, declared))
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
     tokenized = engine.segmenter.tokenize(PROMPT)
     prefilled = prefill(engine, PROMPT, 0.3, rule="repair")
     assert len(prefilled.recomputed) > 5
     for segment in tokenized.chunk_segments:
-        assert segment.num_tail > 0
-        assert not set(range(segment.end - segment.num_tail, segment.end)) & set(prefilled.recomputed.tolist())
+        template = [*range(segment.start, segment.start + segment.num_lead)]
+        template += range(segment.end - segment.num_tail, segment.end)
+        assert segment.num_lead > 0 < segment.num_tail
+        assert not set(template) & set(prefilled.recomputed.tolist())
 
 
 def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):

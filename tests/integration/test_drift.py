@@ -209,8 +209,10 @@ LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
 
 
 def text_of(turn: Turn) -> str:
+    """The turn as text; blocks that are marked as chunks are set apart by blank lines."""
     blocks = [turn.content] if isinstance(turn.content, str) else turn.content
-    return "".join(block if isinstance(block, str) else str(block["text"]) for block in blocks)  # type: ignore[index]
+    texts = [block if isinstance(block, str) else str(block["text"]) for block in blocks]  # type: ignore[index]
+    return ("\n\n" if any(isinstance(block, dict) for block in blocks) else "").join(texts)
 
 
 def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
@@ -218,17 +220,11 @@ def plain_prompt(turns: Sequence[Turn], passages: list[str]) -> SegmentedPrompt:
     cut = re.compile("(" + "|".join(re.escape(text) for text in sorted(passages, key=len, reverse=True)) + ")")
     messages: list[tuple[str, list[Part]]] = []
     for turn in turns:
-        parts: list[Part] = []
-        for index, piece in enumerate(cut.split(text_of(turn))):
-            if index % 2:
-                parts.append(Chunk(piece))
-                continue
-            for _ in range(2 if parts else 0):  # the chunk's own end replaces the blank line behind it
-                piece = piece.removeprefix("\n")
-            if piece.strip():
-                parts.append(piece)
+        # The passages stand in the text as they are: nothing around them is dropped, nothing is added.
+        pieces = enumerate(cut.split(text_of(turn)))
+        parts: list[Part] = [Chunk(piece, in_text=True) if index % 2 else piece for index, piece in pieces if piece]
         if turn.role == "tool":
-            messages[-1] = ("user", [*parts, *messages[-1][1]])
+            messages[-1] = ("user", [*parts, "\n\n", *messages[-1][1]])
         elif parts:
             messages.append((turn.role, parts))
     return SegmentedPrompt.from_messages(messages)
