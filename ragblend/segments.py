@@ -313,17 +313,18 @@ def _last_text(parts: Sequence[Part]) -> range:
 class ChatTemplateFormat(PlainFormat):
     """The tokenizer's own chat template, rendered once per shape of conversation with a sentinel for each content.
 
-    `date`: what the template is told when it asks for today's date (`strftime_now`); None: the date it is.
+    `template`: its text, where it is not the tokenizer's as it stands.
     """
 
-    def __init__(self, tokenizer: Any, date: datetime | None = None) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         super().__init__(bos=tokenizer.bos_token or "" if _adds_bos(tokenizer) else "")
         self._tokenizer = tokenizer
-        self._date = date
+        self._template = template
 
     def undated(self) -> PromptFormat:
         """The template as it reads on `PINNED_DATE`, whatever the day."""
-        return ChatTemplateFormat(self._tokenizer, PINNED_DATE)
+        template = str(self._tokenizer.get_chat_template())
+        return ChatTemplateFormat(self._tokenizer, _PINNED_CLOCK + template) if "strftime_now" in template else self
 
     def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
         """Template text and content, in reading order."""
@@ -350,10 +351,10 @@ class ChatTemplateFormat(PlainFormat):
         """What the template writes before, between and after the contents: len(roles) + 1 strings."""
         slots = [f"RAGBLENDSLOT{index}END" for index in range(len(roles))]
         turns = [{"role": role, "content": slot} for role, slot in zip(roles, slots, strict=True)]
-        date = self._date
-        clock = {} if date is None else {"strftime_now": date.strftime}
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **clock)
+            text = self._tokenizer.apply_chat_template(
+                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates raise jinja2 errors of many kinds
             raise UsageError(f"the model's chat template refuses the turns {list(roles)}: {error}") from error
         literals, rest = [], str(text)
@@ -366,6 +367,17 @@ class ChatTemplateFormat(PlainFormat):
                 )
             literals.append(before)
         return [*literals, rest]
+
+
+# In front of a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the
+# clock is written in the template's own language, a replacement for each of strftime's directives.
+_READINGS = {f"%{letter}": PINNED_DATE.strftime(f"%{letter}") for letter in "dmyYBbAajHIMSpxXcZzUWwGVuf"}
+_READINGS = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in _READINGS.items()} | _READINGS
+_PINNED_CLOCK = (
+    "{% macro strftime_now(format) %}{% set read = namespace(text=format) %}"
+    + "".join(f"{{% set read.text = read.text | replace({name!r}, {text!r}) %}}" for name, text in _READINGS.items())
+    + "{{ read.text }}{% endmacro %}{{ '' }}"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
@@ -209,6 +209,36 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
             clean_up_tokenization_spaces=False,
         )
         fast.add_tokens(list(added))
+        fast.chat_template = chat_template
+        assert len(fast) <= VOCABULARY
+        return fast
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_spaced_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """`make_spaced_tokenizer(chat_template=None, specials=())`: Llama 2's and Mistral's kind, which puts a space
+    in front of whatever it is given and spells unknown letters in bytes."""
+
+    def build(chat_template: str | None = None, specials: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+        words = ["<pad>", "<s>", "</s>", "<unk>", *specials, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aehtosn"]
+        merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "n")]
+        vocabulary = {word: index for index, word in enumerate([*words, *(a + b for a, b in merges)])}
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<pad>",
+            bos_token="<s>",
+            eos_token="</s>",
+            unk_token="<unk>",
+            additional_special_tokens=list(specials),
+            clean_up_tokenization_spaces=False,
+        )
         fast.chat_template = chat_template
         assert len(fast) <= VOCABULARY
         return fast

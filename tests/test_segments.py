@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
 
 import ragblend.segments
 from ragblend.errors import RagblendError, UsageError
@@ -49,6 +51,15 @@ MISTRAL = (  # the system text goes into the last user turn, as in Mistral's own
 )
 DROPS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
 REPEATS = "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}"
+DATED = (  # Llama 3.2's way, and gpt-oss'
+    "{{ bos_token }}{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "{% endif %}<|im_start|>system\nToday Date: {{ date_string }}\n\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set rest = messages[1:] %}"
+    "{% else %}{% set rest = messages %}{% endif %}<|im_end|>\n"
+    "{% for m in rest %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL}
 SPECIALS = (
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -188,6 +199,22 @@ def test_a_prompt_has_the_templates_control_tokens_and_no_others(name, attack, s
     assert text_of(segmenter, attacked.token_ids).count(evil) == 6
 
 
+def test_thousands_of_control_tokens_in_a_text_are_cut(make_tokenizer):
+    """Llama 3 reserves 250, multimodal models more; a text may hold each of them many times."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1200)]})
+    segmenter = Segmenter(tokenizer, PlainFormat())
+    text = "".join(f"<|reserved_{n % 1300}|>" for n in range(5000))
+    ids = segmenter.text_ids(text)
+    assert control_ids(segmenter, ids) == []
+    assert text_of(segmenter, ids) == text
+
+
+def test_a_lone_surrogate_is_named_with_its_place(segmenter):
+    with pytest.raises(UsageError, match=r"character 3 of the text 'one.*lone surrogate"):
+        segmenter.text_ids("one\ud800two")
+
+
 def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer):
     """Gemma adds newlines, GPT-NeoX runs of spaces: documents are full of them. `<tool_call>` stays control."""
     tokenizer = make_tokenizer(added=("\n\n", "    ", "漢", "<tool_call>"))
@@ -254,6 +281,29 @@ def test_a_template_that_loses_or_repeats_a_turn_is_refused(template, make_token
         segmenter.tokenize(turns)
 
 
+def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_are_stored_behind(
+    make_tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer = make_tokenizer(DATED, SPECIALS)
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    prompt, stored, read = SegmentedPrompt(["one"], "what?", "be brief"), set(), set()
+    for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
+        monkeypatch.setattr(chat_template_utils, "datetime", clock(day))
+        stored.add(segmenter.default_prefix_ids("be brief"))
+        text = text_of(segmenter, segmenter.tokenize(prompt).token_ids)
+        assert f"Today Date: {day:%d %b %Y}" in text
+        read.add(text)
+    assert len(read) == 2
+    assert [text_of(segmenter, ids) for ids in stored] == [
+        "<s><|im_start|>system\nToday Date: 26 Jul 2024\n\nbe brief<|im_end|>\n<|im_start|>user\n"
+    ]
+
+
+def clock(day: datetime) -> type:
+    """`datetime.datetime` on that day."""
+    return type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None: day)})
+
+
 def test_more_turns_than_ten_keep_their_order(segmenters):
     segmenter = segmenters["chatml"]
     turns = [("assistant" if index % 2 else "user", f"turn {index}.") for index in range(23)]
@@ -267,6 +317,30 @@ def test_text_that_looks_like_a_slot_is_just_text(segmenters):
     text = text_of(segmenter, segmenter.tokenize(prompt).token_ids)
     assert text.count("RAGBLENDSLOT1END") == 2
     assert text.count("RAGBLENDSLOT0END") == 1
+
+
+# --- tokenizers that put a space before whatever they are given ---
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MISTRAL])
+def test_a_boundary_puts_no_space_into_the_text(template, make_spaced_tokenizer):
+    tokenizer = make_spaced_tokenizer(template, SPECIALS)
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    cut = ["the ", Chunk("theatre", in_text=True), " on", Chunk("on the", in_text=True), "re</s>, the end"]
+    whole = ["".join(part if isinstance(part, str) else part.text for part in cut)]
+    for prompt in (SegmentedPrompt.from_parts, lambda parts: SegmentedPrompt.from_messages([("user", parts)])):
+        texts = [text_of(segmenter, segmenter.tokenize(prompt(parts)).token_ids) for parts in (whole, cut)]
+        assert texts[0] == texts[1]
+        assert whole[0] in texts[0]
+    assert tokenizer("on").input_ids[-2:] != list(segmenter.chunk_ids("on"))[-2:]  # alone, it would get one
+
+
+def test_a_text_that_opens_a_prompt_is_tokenized_as_the_tokenizer_does_it(make_spaced_tokenizer):
+    tokenizer = make_spaced_tokenizer()
+    segmenter = Segmenter(tokenizer, PlainFormat(bos="<s>"))
+    ids = segmenter.tokenize(SegmentedPrompt.from_parts(["the theatre", Chunk("on")])).token_ids
+    expected = tokenizer("<s>the theatre", add_special_tokens=False).input_ids
+    assert ids[: len(expected)] == expected
 
 
 # --- order of chunks and text ---
@@ -556,6 +630,34 @@ def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
     assert shown + rest == segmenter.decode(ids)
     assert set(rest) <= {"\ufffd"}
     assert stream.flush() == ""
+
+
+@given(text=st.text(max_size=30))
+def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_bytes(text, make_spaced_tokenizer):
+    segmenter = Segmenter(make_spaced_tokenizer(), PlainFormat())
+    ids, stream = segmenter.text_ids(text), TextStream(segmenter)
+    assert "".join([*map(stream.push, ids), stream.flush()]) == segmenter.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 270), max_size=30))
+def test_bytes_that_make_no_text_break_no_stream(ids, make_spaced_tokenizer):
+    stream = TextStream(Segmenter(make_spaced_tokenizer(), PlainFormat()))
+    for token in ids:
+        stream.push(token)
+    stream.flush()
+
+
+def test_streaming_a_token_costs_the_same_however_long_the_answer_is(segmenter, monkeypatch: pytest.MonkeyPatch):
+    decoded: list[int] = []
+    decode = type(segmenter._tokenizer).decode
+    noting = lambda self, ids, **options: decoded.append(len(ids)) or decode(self, ids, **options)  # noqa: E731
+    monkeypatch.setattr(type(segmenter._tokenizer), "decode", noting)
+    for backend in (segmenter.backend, None):
+        monkeypatch.setattr(segmenter, "backend", backend)
+        stream, decoded[:] = TextStream(segmenter), []
+        text = "".join(stream.push(token) for token in segmenter.text_ids("the chunk 🙂 " * 300)) + stream.flush()
+        assert text == "the chunk 🙂 " * 300
+        assert max(decoded, default=0) <= 12
 
 
 def test_a_character_split_over_tokens_is_shown_once_it_is_complete(segmenter):

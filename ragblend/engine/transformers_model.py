@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -24,15 +24,33 @@ log = logging.getLogger(__name__)
 
 DEMO = "demo"
 
-# What makes two models with the same weight bytes compute different KV. Named one by one, because transformers adds
-# config fields with every release, and a store should outlive an upgrade.
-ARCHITECTURE_FIELDS = (
-    "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
-    "attention_bias", "mlp_bias", "sliding_window", "layer_types", "partial_rotary_factor", "attention_multiplier",
-    "residual_multiplier", "embedding_multiplier", "num_experts", "num_experts_per_tok", "quantization_config",
-    "hidden_activation", "norm_epsilon", "layer_norm_eps", "clip_qkv", "use_qk_norm", "num_local_experts",
-    "norm_topk_prob", "routed_scaling_factor",
+# What config.json may say that cannot change the KV that the weights compute. Whatever is not named here counts: a
+# field that nobody has heard of yet may be the one that changes how attention is scaled.
+IRRELEVANT_FIELDS = frozenset(
+    {
+        # how it was saved, and by what
+        "_name_or_path", "name_or_path", "transformers_version", "transformers_weights", "unsloth_fixed",
+        "unsloth_version", "torch_dtype", "dtype", "tokenizer_class", "processor_class", "pretraining_tp",
+        # which kernel runs; the engine brings its own attention
+        "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "use_cache", "torchscript",
+        "gradient_checkpointing", "chunk_size_feed_forward",
+        # training
+        "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "residual_dropout",
+        "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "embedding_dropout", "output_router_logits",
+        "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
+        # what comes back from a forward
+        "return_dict", "output_attentions", "output_hidden_states", "output_scores",
+        # other heads, and how an answer ends
+        "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "is_decoder",
+        "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder",
+        # sampling, from before it had a file of its own
+        "temperature", "top_k", "top_p", "typical_p", "do_sample", "num_beams", "num_beam_groups", "max_length",
+        "min_length", "max_new_tokens", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "diversity_penalty", "early_stopping", "bad_words_ids",
+        "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "forced_bos_token_id",
+        "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+    }
 )  # fmt: skip
 
 
@@ -72,7 +90,7 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remo
         ) from error
     weights = weights.to(place).eval()
     name = DEMO if model == DEMO else str(model).rstrip("/")
-    return LoadedModel(weights, tokenizer, name, path, model_fingerprint(path, config, dtype_name(kind)))
+    return LoadedModel(weights, tokenizer, name, path, model_fingerprint(path, dtype_name(kind)))
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> tuple[Any, Path]:
@@ -135,19 +153,23 @@ def find_model(model: str, weights: bool = True) -> Path:
         ) from error
 
 
-def model_fingerprint(path: Path, config: Any, dtype: str) -> str:
-    """Fingerprint of the checkpoint at `path` as it computes in `dtype`: weight bytes, architecture, RoPE."""
+def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | None = None) -> str:
+    """Fingerprint of the checkpoint at `path` as it computes in `dtype`: weight bytes, architecture, RoPE, and the code
+    of a model that brings its own. `overrides`: config fields that are not as the file has them."""
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise UnsupportedModelError(f"{path} has no *.safetensors weights; convert them with save_pretrained")
-    digest = digest_files(weights, default_digest_cache())
-    return fingerprint(digest, architecture(config), dtype)
+    config = {**json.loads((path / "config.json").read_text()), **(overrides or {})}
+    code = sorted(path.glob("*.py")) if "auto_map" in config else []
+    return fingerprint(digest_files([*weights, *code], default_digest_cache()), architecture(config), dtype)
 
 
-def architecture(config: Any) -> dict[str, Any]:
-    """The config fields that decide what KV the weights compute, as plain JSON values."""
-    values = json.loads(config.to_json_string(use_diff=False))
-    return {name: values[name] for name in ARCHITECTURE_FIELDS if values.get(name) is not None}
+def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json that may decide what KV the weights compute.
+
+    As the file has them: transformers adds defaults of its own with every release, and a store outlives an upgrade.
+    """
+    return {name: value for name, value in config.items() if name not in IRRELEVANT_FIELDS and value is not None}
 
 
 def choose_dtype(dtype: str, config: Any, device: str = "auto") -> torch.dtype:

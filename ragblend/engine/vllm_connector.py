@@ -604,21 +604,16 @@ def model_fingerprint(model_config: Any) -> str:
 
     Overrides of the config are part of it. Online quantisation, which changes the KV, gives another one.
     """
-    from transformers import AutoConfig
-
     from ragblend.engine.transformers_model import find_model
     from ragblend.engine.transformers_model import model_fingerprint as checkpoint_fingerprint
 
-    path = find_model(str(model_config.model))
-    config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
         raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    dtype = dtype_name(model_config.dtype)
-    quantised = model_config.quantization if getattr(config, "quantization_config", None) is None else None
-    return checkpoint_fingerprint(path, config, f"{dtype}+{quantised}" if quantised else dtype)
+    path, dtype = find_model(str(model_config.model)), dtype_name(model_config.dtype)
+    is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
+    online = None if is_quantised else model_config.quantization
+    return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
 
 
 def __getattr__(name: str) -> Any:

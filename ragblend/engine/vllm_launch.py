@@ -67,7 +67,7 @@ def find_checkpoint(
         DEMO if model == DEMO else str(model).rstrip("/"),
         path,
         dtype_name(kind),
-        model_fingerprint(path, config, dtype_name(kind)),
+        model_fingerprint(path, dtype_name(kind)),
         int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize),
         int(text.max_position_embeddings),
         int(text.num_hidden_layers),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
@@ -19,7 +18,7 @@ from ragblend.engine import load_engine, open_store
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_model import (
-    ARCHITECTURE_FIELDS,
+    IRRELEVANT_FIELDS,
     architecture,
     find_model,
     load_model,
@@ -52,7 +51,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def fingerprint(path: Path, dtype: str = "float32") -> str:
-    return model_fingerprint(path, AutoConfig.from_pretrained(path), dtype)
+    return model_fingerprint(path, dtype)
 
 
 def change_config(path: Path, **changes: Any) -> None:
@@ -123,6 +122,11 @@ def test_the_dtype_changes_the_fingerprint(saved):
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
         {"rms_norm_eps": 1e-3},
         {"hidden_act": "gelu"},
+        # None of these is a field that ragblend has heard of.
+        {"attn_logit_softcapping": 50.0},
+        {"query_pre_attn_scalar": 224},
+        {"new_field_of_next_year": 1},
+        {"text_config": {"rope_local_base_freq": 5000.0}},
     ],
 )
 def test_what_changes_the_kv_changes_the_fingerprint(change, copied):
@@ -133,9 +137,25 @@ def test_what_changes_the_kv_changes_the_fingerprint(change, copied):
 
 def test_what_does_not_change_the_kv_leaves_the_fingerprint(copied):
     before = fingerprint(copied)
-    change_config(copied, transformers_version="9.9.9", use_cache=False, eos_token_id=7, new_field_of_next_year=1)
+    change_config(
+        copied,
+        transformers_version="9.9.9",
+        use_cache=False,
+        eos_token_id=7,
+        temperature=0.3,
+        _name_or_path="elsewhere",
+    )
     (copied / "README.md").write_text("words")
+    (copied / "script.py").write_text("nobody runs this")
     assert fingerprint(copied) == before
+
+
+def test_the_code_of_a_model_that_brings_its_own_is_part_of_it(copied):
+    change_config(copied, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    (copied / "modeling_own.py").write_text("scale = 1")
+    before = fingerprint(copied)
+    (copied / "modeling_own.py").write_text("scale = 2")
+    assert fingerprint(copied) != before
 
 
 def test_two_shards_swapped_change_the_fingerprint(copied):
@@ -156,28 +176,20 @@ def test_a_checkpoint_without_safetensors_is_refused(copied):
         fingerprint(copied)
 
 
-def test_the_architecture_holds_the_fields_that_decide_the_kv(family, stock_model):
+def test_the_architecture_holds_the_fields_that_decide_the_kv(family, stock_model, tmp_path):
     config = stock_model(family).config
-    found = architecture(config)
-    assert set(found) <= set(ARCHITECTURE_FIELDS)
-    assert json.loads(json.dumps(found)) == found
+    config.save_pretrained(tmp_path)
+    found = architecture(json.loads((tmp_path / "config.json").read_text()))
+    assert not IRRELEVANT_FIELDS.intersection(found)
     for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         assert found[name] == getattr(config, name)
-    assert found["rope_parameters"]["rope_theta"] == 10000.0
-    assert found["rope_parameters"]["rope_type"] == config.rope_parameters["rope_type"]
+    assert found["rope_parameters"] == config.rope_parameters
     if family == "granite":
         assert found["attention_multiplier"] == 0.2
         assert found["residual_multiplier"] == 0.7
         assert found["embedding_multiplier"] == 3.0
-    if family == "phi3_partial":
-        assert found["rope_parameters"]["partial_rotary_factor"] == 0.5
-
-
-def test_how_experts_are_weighted_is_part_of_the_architecture(tiny_model):
-    config = tiny_model("qwen3_moe").config
-    before = architecture(config)
-    config.norm_topk_prob = not config.norm_topk_prob
-    assert architecture(config) != before
+    if family == "qwen3_moe":
+        assert found["norm_topk_prob"] is True
 
 
 # --- loading ---

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
 
 import ragblend.engine.transformers_engine as engine_module
 from ragblend.engine.report import MODES
@@ -31,36 +29,12 @@ from ragblend.segments import Segmenter, prompt_format
 
 CASES = 2000 if os.environ.get("RAGBLEND_FAULTS") == "full" else 250
 
+MARKS = ("<|im|>", "<|end|>", "[INST]", "[/INST]")
 CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
     "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
 )
-
-
-def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Llama 2's and Mistral's kind: a space in front of whatever is tokenized, bytes where a letter is unknown."""
-    words = ["<pad>", "<s>", "</s>", "<|im|>", "<|end|>", "[INST]", "[/INST]", "<unk>"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    words += list("▁aehtosn")
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "n")]
-    vocabulary = {word: index for index, word in enumerate([*words, *(a + b for a, b in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|im|>", "<|end|>", "[INST]", "[/INST]"],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = template
-    return fast
 
 
 @dataclass
@@ -92,7 +66,9 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def readers(
-    tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]
+    tiny_model: Callable[[str], Any],
+    make_tokenizer: Callable[..., Any],
+    make_spaced_tokenizer: Callable[..., Any],
 ) -> Iterator[dict[str, Callable[[], Reader]]]:
     """For each kind of tokenizer, what makes a fresh engine with an empty store, whose reading is recorded."""
     model = tiny_model("llama")
@@ -101,8 +77,8 @@ def readers(
     layers = TransformersLayers(model)
     tokenizers = {
         "byte level": make_tokenizer(CHATML, specials=("<|im|>", "<|end|>")),
-        "space in front": spaced_tokenizer(MISTRAL),
-        "space in front, ChatML": spaced_tokenizer(CHATML),
+        "space in front": make_spaced_tokenizer(MISTRAL, MARKS),
+        "space in front, ChatML": make_spaced_tokenizer(CHATML, MARKS),
     }
     read: list[list[int]] = []
     fuse, full_prefill = engine_module.fuse, TransformersLayers.full_prefill
