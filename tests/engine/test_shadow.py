@@ -17,7 +17,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.shadow import MAX_WAITING, Shadow
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.segments import SegmentedPrompt
+from ragblend.segments import Chunk, SegmentedPrompt
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -255,3 +255,22 @@ def test_counters_without_a_request_have_no_rates():
     assert counters.first_token_agreement is counters.first_token_interval is counters.mean_first_token_kl is None
     assert counters.answer_agreement is counters.answer_interval is None
     assert counters.summary() == "full prefill ran beside 0 of 0 answers"
+
+
+def test_full_prefill_reads_the_text_as_it_was_sent_not_as_it_was_cut(shadowed, stock_model):
+    """A boundary found in a text may move a token boundary. At ratio 1.0 nothing else is left that could differ."""
+    engine, model = shadowed(), stock_model("llama")
+    sent = f"Content: {CHUNKS[0]}\nwhat is that?"
+    found = ["Content: ", Chunk(CHUNKS[0], in_text=True), "\nwhat is that?"]
+    prompt = SegmentedPrompt.from_messages([("user", found)])
+    answer = engine.generate(prompt, recompute_ratio=1.0, max_tokens=MAX_TOKENS)
+    engine.flush_shadow()
+    cut = engine.segmenter.tokenize(prompt).token_ids
+    whole = engine.segmenter.tokenize(SegmentedPrompt(question=sent)).token_ids
+    assert cut != whole
+    assert engine.segmenter.decode(cut) == engine.segmenter.decode(whole)
+    expected, log_p = by_the_stock_model(model, whole)
+    log_q = by_the_stock_model(model, cut)[1]
+    assert answer.report.shadow.first_token_kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum()), rel=1e-3)
+    assert answer.report.shadow.first_token_kl > 1e-4
+    assert answer.report.shadow.answers_identical == (answer.token_ids == expected)

@@ -7,10 +7,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from datetime import datetime
 from typing import Any
 
 import pytest
 import torch
+from transformers.utils import chat_template_utils
 
 from ragblend.engine import generation
 from ragblend.engine.decoding import Sampling
@@ -332,6 +334,27 @@ def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
     plan = engine._plan(request, [placement for placement, _ in hits.values()], 0)
     assert len(hits) == 2
     assert plan.num_queries == request.prompt.segments[-1].num_tokens
+
+
+def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, monkeypatch, tmp_path):
+    """Llama 3.2's kind of chat template writes the date into the prefix of every prompt."""
+    dated = "<s><|im_start|>system\nToday Date: {{ strftime_now('%d %b %Y') }}\n<|im_end|>" + CHATML
+    tokenizer = make_tokenizer(dated, specials=("<|im_start|>", "<|im_end|>"))
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    keys, texts = set(), set()
+    for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        engine = tiny_engine(segmenter=segmenter, store=DiskStore(tmp_path, fsync=False), on_miss="store")
+        report = engine.generate(PROMPT, max_tokens=1).report
+        engine.flush()
+        texts.add(segmenter.decode(segmenter.tokenize(PROMPT).token_ids))
+        keys.add(frozenset(engine.store.keys()))
+    assert report.num_chunk_hits == len(CHUNKS)
+    # Today's date stands in the prompt, but not in what the KV was computed behind: close, and called so.
+    assert {chunk.prefix_match for chunk in report.chunks} == {"approximate"}
+    assert (len(keys), len(texts)) == (1, 2)
+    assert all("21 Nov 2026" in text or "22 Nov 2026" in text for text in texts)
 
 
 def test_the_prefix_match_says_whether_the_prompts_own_prefix_was_found(tiny_engine):
