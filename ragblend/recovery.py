@@ -66,7 +66,8 @@ def recover(
     - A known text counts where it fills whole lines, or stands behind a label (`[1]`, `Content:`, `- `, `<doc>`) and
       before nothing but a note (`(page 1)`, `</doc>`) on its line. Never inside a sentence, a word, a number or a URL.
     - `asks` (a user's turn): what follows a label such as `Question:` is none; neither is the end of the turn, unless
-      it is a paragraph that ends with no question mark and that stands there for the first time.
+      it stands there for the first time, ends with no question mark, and has a label with a colon (`Is it so: ...`)
+      only if one before had it, too.
     - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
     >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
@@ -313,6 +314,7 @@ class _Registered:
     def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool) -> None:
         self._parts, self._known, self._asks, self._framed = parts, known, asks, framed
         self._seen = {part.text for part in parts if isinstance(part, Chunk)}
+        self._labels: set[str] = set()  # those that known texts stood behind, without their numbers
 
     def cut(self) -> list[Part]:
         """The parts, known texts cut out of the texts among them."""
@@ -333,6 +335,8 @@ class _Registered:
             chain = self._on_line(text, line)
             if chain and ends_turn and _NOTHING.match(text, chain[-1][1]) and not self._may_end(text, line, chain):
                 chain = ()
+            if chain:
+                self._labels.add(_label(text, line, chain[0][0]))
             for start, end in chain:
                 self._seen.add(text[start:end])
                 yield Span(start, end, _found(text[start:end]))
@@ -376,11 +380,11 @@ class _Registered:
     def _may_end(self, text: str, line: int, chain: Sequence[tuple[int, int]]) -> bool:
         """Whether what ends a user's turn is a passage rather than the question: see `recover`."""
         start, end = chain[0][0], chain[-1][1]
-        known = text[start:end]
+        known, label = text[start:end], _label(text, line, start)
         return (
             not self._framed
             and len(chain) == 1
-            and start == _skip_blanks(text, line)
+            and (not label.endswith((":", "：")) or label in self._labels)
             and len(known) >= SHORT_CHARS
             and not known.endswith(_QUESTION_MARKS)
             and known not in self._seen
@@ -395,6 +399,11 @@ def _asks_for(text: str, line: int) -> bool:
     """Whether the last words before the line at `line` announce a question."""
     announced = _ASKING_LINE.search(text[max(0, line - 128) : line])
     return announced is not None and _ASKING.search(announced.group(1)) is not None
+
+
+def _label(text: str, line: int, start: int) -> str:
+    """What stands before `start` on its line, without numbers: "Document 3: " and "Document 4: " are the same."""
+    return re.sub(r"\d+", "", text[line:start]).strip()
 
 
 def _skip_blanks(text: str, place: int) -> int:

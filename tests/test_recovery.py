@@ -120,6 +120,12 @@ def test_a_question_that_is_an_ingested_text_is_the_question() -> None:
     assert shown(recover(f"{A}\n\n{asked}", registry=registry)) == [f"<{A}>", "\n\n", f"<{asked}>"]
 
 
+@pytest.mark.parametrize("label", ["", "[{n}] ", "{n}. ", "- ", "Content: ", "Document {n}: "])
+def test_a_prompt_that_asks_first_loses_none_of_its_documents(label: str, registry: ChunkRegistry) -> None:
+    prompt = "Where?\n\n" + "\n\n".join(label.replace("{n}", str(n)) + text for n, text in enumerate([B, A]))
+    assert [part.text for part in recover(prompt, registry=registry, asks=True) if isinstance(part, Chunk)] == [B, A]
+
+
 def test_a_text_to_work_on_may_end_a_users_turn(registry: ChunkRegistry) -> None:
     prompt = f"Write a concise summary of the following:\n\n{A}"
     assert shown(recover(prompt, registry=registry, asks=True))[1] == f"<{A}>"
