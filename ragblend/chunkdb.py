@@ -1,18 +1,21 @@
 """Documents, chunks and vectors in one SQLite file: the truth behind an index. Knows nothing of search or embedders.
 
-A document is added, replaced or removed in one transaction, so a reader never sees half of one. Every row carries a
-checksum, and SQLite's errors leave here as ours, with the way out.
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
+is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not forgotten.
+Every row carries a checksum, and SQLite's errors leave here as ours, with the way out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DATABASE = "chunks.sqlite"
 _LOCK_TIMEOUT_S = 30.0
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
@@ -30,13 +33,18 @@ _PAGE = 500  # values in one SELECT ... IN
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, version TEXT NOT NULL, top TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY, source TEXT NOT NULL UNIQUE, "
-    "content_hash TEXT NOT NULL, status TEXT NOT NULL)",
+    "file TEXT NOT NULL, content_hash TEXT NOT NULL, status TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, chunk_id TEXT NOT NULL UNIQUE, "
     "document INTEGER NOT NULL REFERENCES documents (id), ordinal INTEGER NOT NULL, "
     'start INTEGER NOT NULL, "end" INTEGER NOT NULL, text TEXT NOT NULL, metadata TEXT NOT NULL, '
     "num_tokens INTEGER, vector BLOB NOT NULL, checksum INTEGER NOT NULL, generation INTEGER NOT NULL, "
-    "UNIQUE (document, ordinal))",
+    "text_hash BLOB NOT NULL, UNIQUE (document, ordinal))",
+    "CREATE TABLE IF NOT EXISTS leftovers (id INTEGER PRIMARY KEY, source TEXT NOT NULL, text TEXT NOT NULL, "
+    "behind TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS documents_by_file ON documents (file)",
+    "CREATE INDEX IF NOT EXISTS chunks_by_text ON chunks (text_hash)",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 _SELECT = (
@@ -51,6 +59,26 @@ class DocumentChange(NamedTuple):
     added: tuple[Chunk, ...]
     kept: tuple[Chunk, ...]
     removed: tuple[Chunk, ...]
+
+
+class FileNote(NamedTuple):
+    """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
+
+    `top`: what an ingestion was told that brought it in, the file itself or a folder.
+    """
+
+    path: str
+    version: str
+    top: str
+
+
+class Leftovers(NamedTuple):
+    """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
+
+    texts: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]  # (behind, text): a text that followed another, see `with_neighbours`
+    sources: tuple[str, ...]  # documents that are gone whole
+    last_id: int  # what `drop_leftovers` takes once all that is done
 
 
 class Row(NamedTuple):
@@ -174,6 +202,50 @@ class ChunkDatabase:
         )
         return [source for (source,) in found]
 
+    def sources_of(self, file: str) -> list[str]:
+        """Sources of the documents that `file` holds, first added first."""
+        found = self._connection.execute("SELECT source FROM documents WHERE file = ? ORDER BY id", (file,))
+        return [source for (source,) in found]
+
+    def documents(self) -> dict[str, list[str]]:
+        """Sources by file, first added first; those that came in without a file under ""."""
+        found: dict[str, list[str]] = {}
+        for file, source in self._connection.execute("SELECT file, source FROM documents ORDER BY id"):
+            found.setdefault(file, []).append(source)
+        return found
+
+    def files(self) -> list[FileNote]:
+        """Every file noted, by path."""
+        return [
+            FileNote(*row) for row in self._connection.execute("SELECT path, version, top FROM files ORDER BY path")
+        ]
+
+    def leftovers(self) -> Leftovers:
+        """What is left to delete elsewhere, less what the index has come to have again."""
+        rows = self._connection.execute("SELECT id, source, text, behind FROM leftovers ORDER BY id").fetchall()
+        texts = dict.fromkeys(text for _, _, text, behind in rows if not behind)
+        pairs = dict.fromkeys((behind, text) for _, _, text, behind in rows if behind)
+        return Leftovers(
+            tuple(text for text in texts if not self._has("chunks", "text_hash", text_hash(text))),
+            tuple(pair for pair in pairs if not self._has_pair(*pair)),
+            tuple(
+                source
+                for source in dict.fromkeys(source for _, source, _, _ in rows)
+                if not self._has("documents", "source", source)
+            ),
+            max((row[0] for row in rows), default=0),
+        )
+
+    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+        """The vectors, as stored, of those `texts` that some chunk has, by `text_hash`."""
+        hashes, found = list(dict.fromkeys(map(text_hash, texts))), {}
+        for start in range(0, len(hashes), _PAGE):
+            page = hashes[start : start + _PAGE]
+            for row in self._select(f"WHERE c.text_hash IN ({', '.join('?' * len(page))})", page):
+                if row.is_sound():
+                    found[text_hash(row.text)] = row.vector
+        return found
+
     def document(self, source: str) -> tuple[str, str] | None:
         """(content hash, status) of a document, or None."""
         found: tuple[str, str] | None = self._connection.execute(
@@ -220,7 +292,12 @@ class ChunkDatabase:
     # --- writing: each its own transaction ---
 
     def replace(
-        self, source: str, content_hash: str, status: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]]
+        self,
+        source: str,
+        content_hash: str,
+        status: str,
+        items: Mapping[str, tuple[Chunk, NDArray[np.float32]]],
+        file: str = "",
     ) -> DocumentChange:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self.writing():
@@ -228,16 +305,20 @@ class ChunkDatabase:
             # Unchecked: replacing a damaged document repairs it.
             old = {row.chunk_id: row for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))}
             self._connection.execute(
-                "INSERT INTO documents (source, content_hash, status) VALUES (?, ?, ?) "
-                "ON CONFLICT (source) DO UPDATE SET content_hash = excluded.content_hash, status = excluded.status",
-                (source, content_hash, status),
+                "INSERT INTO documents (source, file, content_hash, status) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (source) DO UPDATE SET file = excluded.file, content_hash = excluded.content_hash, "
+                "status = excluded.status",
+                (source, file, content_hash, status),
             )
             document = self._connection.execute("SELECT id FROM documents WHERE source = ?", (source,)).fetchone()[0]
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (_columns(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
+            kept = _versions([chunk.text for chunk, _ in items.values()])
+            self._leave(source, [version for version in _versions([row.text for row in old.values()])
+                                 if version not in kept])  # fmt: skip
         return DocumentChange(
             added=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id not in old),
             kept=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id in old),
@@ -251,20 +332,63 @@ class ChunkDatabase:
             old = self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))
             condition = "WHERE document IN (SELECT id FROM documents WHERE source = ?)"
             self._connection.execute(f"DELETE FROM chunks {condition}", (source,))
+            files = self._connection.execute("SELECT file FROM documents WHERE source = ?", (source,)).fetchall()
             self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
+            self._drop_empty_files(file for (file,) in files)
+            self._leave(source, _versions([row.text for row in old]))
         return [row.forgotten() for row in old]
 
-    def set_status(self, source: str, status: str) -> None:
-        """Note how far a document has come. Raises NotFoundError."""
+    def set_status(self, sources: Iterable[str], status: str) -> None:
+        """Note how far documents have come. Raises NotFoundError, and then nothing is noted."""
         with self.writing():
             update = "UPDATE documents SET status = ? WHERE source = ?"
-            self._require(self._connection.execute(update, (status, source)), source)
+            for source in sources:
+                self._require(self._connection.execute(update, (status, source)), source)
+
+    def note_files(self, notes: Iterable[FileNote]) -> None:
+        """Note files, each in place of what was noted of it. A file that holds no document is not kept."""
+        notes = list(notes)
+        with self.writing():
+            self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", notes)
+            self._drop_empty_files(note.path for note in notes)
+
+    def set_facts(self, **changes: object) -> None:
+        """Record other facts than the creator did."""
+        with self.writing():
+            written = json.dumps(self.facts() | {key: str(value) for key, value in changes.items()})
+            pairs = [(written, "facts"), (str(zlib.crc32(written.encode())), "facts_checksum")]
+            self._connection.executemany("UPDATE meta SET value = ? WHERE key = ?", pairs)
+
+    def drop_leftovers(self, last_id: int) -> None:
+        """Forget leftovers up to this id."""
+        with self.writing():
+            self._connection.execute("DELETE FROM leftovers WHERE id <= ?", (last_id,))
 
     # --- inside ---
 
     def _require(self, change: sqlite3.Cursor, source: str) -> None:
         if not change.rowcount:
             raise NotFoundError(f"no document {source!r} in {self.folder}; see ragblend stats --index {self.folder}")
+
+    def _drop_empty_files(self, paths: Iterable[str]) -> None:
+        empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"
+        self._connection.executemany(empty, ((path,) for path in paths))
+
+    def _leave(self, source: str, versions: Iterable[tuple[str, str]]) -> None:
+        insert = "INSERT INTO leftovers (source, text, behind) VALUES (?, ?, ?)"
+        self._connection.executemany(insert, ((source, text, behind) for text, behind in versions))
+
+    def _has(self, table: str, column: str, value: object) -> bool:
+        query = f"SELECT 1 FROM {table} WHERE {column} = ? LIMIT 1"
+        return self._connection.execute(query, (value,)).fetchone() is not None
+
+    def _has_pair(self, behind: str, text: str) -> bool:
+        """Whether some document has `text` right after `behind`."""
+        query = (
+            "SELECT 1 FROM chunks c JOIN chunks b ON b.document = c.document AND b.ordinal = c.ordinal - 1 "
+            "WHERE c.text_hash = ? AND b.text_hash = ? LIMIT 1"
+        )
+        return self._connection.execute(query, (text_hash(text), text_hash(behind))).fetchone() is not None
 
     def _advance(self) -> int:
         self._connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'generation'")
@@ -345,6 +469,7 @@ def _connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
         if not frozen:
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
     except BaseException:
         connection.close()
         raise
@@ -370,6 +495,17 @@ def _translated(folder: Path) -> Iterator[None]:
         raise CorruptError(f"{folder / DATABASE} is damaged ({error}). {reingest(folder)}") from error
 
 
+def text_hash(text: str) -> bytes:
+    """16 bytes; equal for texts that are the same to the registry: equal after `strip()`."""
+    return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
+
+
+def _versions(texts: Sequence[str]) -> dict[tuple[str, str], None]:
+    """What KV a document of these chunks may have: (text, ""), and (text, behind) for each that follows another."""
+    alone = {(text, ""): None for text in texts}
+    return alone | {(text, behind): None for behind, text in pairwise(texts)}
+
+
 def _checksum(ordinal: int, start: int, end: int, metadata: str, text: str, vector: bytes) -> int:
     return zlib.crc32(vector, zlib.crc32(f"{ordinal}\0{start}\0{end}\0{metadata}\0{text}".encode()))
 
@@ -382,4 +518,5 @@ def _columns(
     data = vector.astype("<f4").tobytes()
     checksum = _checksum(ordinal, chunk.start, chunk.end, metadata, chunk.text, data)
     place = (int(chunk.id, 16) & (2**63 - 1), chunk.id, document, ordinal, chunk.start, chunk.end)
-    return (*place, chunk.text, metadata, chunk.metadata.get("num_tokens"), data, checksum, generation)
+    hashed = text_hash(chunk.text)
+    return (*place, chunk.text, metadata, chunk.metadata.get("num_tokens"), data, checksum, generation, hashed)

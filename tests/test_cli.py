@@ -341,7 +341,6 @@ def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
 
 
 UNREADABLE = {
-    "empty.txt": b"",
     "binary.txt": bytes(range(256)) * 10,
     "garbage.md": bytes(0x80 + i % 97 for i in range(9000)),
 }

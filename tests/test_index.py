@@ -431,7 +431,7 @@ def test_a_read_only_folder_is_searched(folder, monkeypatch):
 def test_no_file_of_the_index_is_a_pickle(folder):
     assert (folder / DATABASE).read_bytes().startswith(b"SQLite format 3\0")
     assert (folder / VECTORS).read_bytes()[:4] == b"IxM2"
-    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 1
+    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 2
 
 
 # --- embedders ---
