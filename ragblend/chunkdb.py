@@ -334,6 +334,7 @@ class ChunkDatabase:
             self._connection.execute(f"DELETE FROM chunks {condition}", (source,))
             files = self._connection.execute("SELECT file FROM documents WHERE source = ?", (source,)).fetchall()
             self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
+            self._connection.executemany("UPDATE files SET version = '' WHERE path = ?", files)  # it has more to give
             self._drop_empty_files(file for (file,) in files)
             self._leave(source, _versions([row.text for row in old]))
         return [row.forgotten() for row in old]

@@ -134,7 +134,7 @@ def stats(
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
     lines = [
-        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks by {manifest.chunker} of "
+        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
         f"{manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),

@@ -332,7 +332,8 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
         *([f"{len(report.skipped)} files are no documents: "
-           f"{listed(f'{shown(path)} {reason}' for path, reason in report.skipped)}"] if report.skipped else []),
+           f"{listed(f'{shown(path)} {reason.split(';')[0]}' for path, reason in report.skipped)}"]
+          if report.skipped else []),
         *(f"not read: {shown(failure.path)}: {failure.reason}" for failure in report.failures),
     ]  # fmt: skip
     print_result(report.as_dict(), "\n".join(lines), json_)

@@ -106,9 +106,10 @@ def ingest(
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     tell = progress or (lambda stage, done, total: None)
+    own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine)]
+    found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
     opened = index if isinstance(index, ChunkIndex) else open_engine_index(index, engine, embedder, chunk_size)
     cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
-    found = walk([paths] if isinstance(paths, str | Path) else paths, glob, [opened.path, *store_folders(engine)])
     followed = follow(opened, found, cut, tell, keep_missing=keep_missing)
     report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
     report.num_updated, report.removed = followed.num_updated, followed.removed
@@ -142,8 +143,7 @@ def _cut(
     name = version_of(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):
         if made.num_documents and (name or f"{size} tokens") != made.chunker:
-            now = name or f"{size} tokens"
-            say(f"documents are cut by {now} from now on, no longer by {made.chunker}: those given are cut and "
+            say(f"chunks of {name or f'{size} tokens'} from now on, before {made.chunker}: documents given are cut and "
                 "prefilled again, others when they are given")  # fmt: skip
         index.set_chunker(size, name)
     if splitter is not None:
