@@ -323,6 +323,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
         where = f"store of {settings.backend}: {format_bytes(report.new_kv_bytes)} more"
+    skipped = [f"{shown(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
@@ -331,11 +332,9 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{len(report.skipped)} files are no documents: "
-           f"{listed(f'{shown(path)} {reason.split(';')[0]}' for path, reason in report.skipped)}"]
-          if report.skipped else []),
+        *([f"{len(report.skipped)} files are no documents: {listed(skipped)}"] if skipped else []),
         *(f"not read: {shown(failure.path)}: {failure.reason}" for failure in report.failures),
-    ]  # fmt: skip
+    ]
     print_result(report.as_dict(), "\n".join(lines), json_)
 
 

@@ -253,7 +253,7 @@ class ChunkIndex:
             stored = self._db.vectors(texts)
         missing = list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
         with self._embedder_lock:
-            made = self._unit_rows(self.embedder.embed(missing), len(missing))
+            made = self._unit_rows(self.embedder.embed(missing) if missing else (), len(missing))
         fresh = dict(zip(missing, made, strict=True))
         rows = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
         return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)

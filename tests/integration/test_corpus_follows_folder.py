@@ -47,14 +47,15 @@ class Folder:
 
     def __init__(self, root: Path, rng: random.Random) -> None:
         self.root, self.rng, self.num_made = root, rng, 0
-        for name in ("a", "a/deep", "b b", "ünï"):
+        for name in (".git", "a", "a/deep", "b b", "ünï"):  # a repository: rules hold for folders further down, too
             (root / name).mkdir(parents=True)
 
     def files(self) -> list[Path]:
         return sorted(path for path in self.root.rglob("*") if path.is_file() and path.name != ".gitignore")
 
     def folders(self) -> list[Path]:
-        found = (path for path in self.root.rglob("*") if path.is_dir() and not path.is_symlink())
+        visible = (path for path in self.root.rglob("*") if path.name != ".git")
+        found = (path for path in visible if path.is_dir() and not path.is_symlink())
         return [self.root, *sorted(found)]
 
     def text(self) -> str:
@@ -163,8 +164,8 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
     place = rng.choice([folder.root.parent, *folder.folders()])
     monkeypatch.chdir(place)
     what = rng.choice((folder.root, folder.root, rng.choice(folder.folders()), folder.any_file()))
-    if what.is_file() and "draft" in what.name:
-        return  # who names a file that `.gitignore` names gets it; a fresh ingest of the folder would not
+    if "draft" in str(what):
+        return  # who names what `.gitignore` names gets it; a fresh ingest of the folder would not
     given = str(what) if rng.random() < 0.5 else os.path.relpath(what, place)
     with suppress(EmptyCorpusError):
         ingest(given, engine, index, glob=rng.choice(("*", "*", "*.md", "*.txt")), **OPTIONS)
