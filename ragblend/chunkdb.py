@@ -7,7 +7,6 @@ Every row carries a checksum, and SQLite's errors leave here as ours, with the w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sqlite3
@@ -15,99 +14,31 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragblend.chunkrows import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    SELECT,
+    DocumentChange,
+    FileNote,
+    Leftovers,
+    Row,
+    columns_of,
+    text_hash,
+    versions_of,
+)
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
 
-SCHEMA_VERSION = 2
 DATABASE = "chunks.sqlite"
 _LOCK_TIMEOUT_S = 30.0
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
 _PAGE = 500  # values in one SELECT ... IN
-
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, version TEXT NOT NULL, top TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY, source TEXT NOT NULL UNIQUE, "
-    "file TEXT NOT NULL, content_hash TEXT NOT NULL, status TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, chunk_id TEXT NOT NULL UNIQUE, "
-    "document INTEGER NOT NULL REFERENCES documents (id), ordinal INTEGER NOT NULL, "
-    'start INTEGER NOT NULL, "end" INTEGER NOT NULL, text TEXT NOT NULL, metadata TEXT NOT NULL, '
-    "num_tokens INTEGER, vector BLOB NOT NULL, checksum INTEGER NOT NULL, generation INTEGER NOT NULL, "
-    "text_hash BLOB NOT NULL, UNIQUE (document, ordinal))",
-    "CREATE TABLE IF NOT EXISTS leftovers (id INTEGER PRIMARY KEY, source TEXT NOT NULL, text TEXT NOT NULL, "
-    "behind TEXT NOT NULL)",
-    "CREATE INDEX IF NOT EXISTS documents_by_file ON documents (file)",
-    "CREATE INDEX IF NOT EXISTS chunks_by_text ON chunks (text_hash)",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
-)
-_SELECT = (
-    'SELECT c.id, c.chunk_id, d.source, c.document, c.ordinal, c.start, c."end", c.text, c.metadata, c.vector, '
-    "c.checksum FROM chunks c JOIN documents d ON d.id = c.document "
-)
-
-
-class DocumentChange(NamedTuple):
-    """What adding a document did, in document order. The document itself no longer needs the KV of `removed`."""
-
-    added: tuple[Chunk, ...]
-    kept: tuple[Chunk, ...]
-    removed: tuple[Chunk, ...]
-
-
-class FileNote(NamedTuple):
-    """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
-
-    `top`: what an ingestion was told that brought it in, the file itself or a folder.
-    """
-
-    path: str
-    version: str
-    top: str
-
-
-class Leftovers(NamedTuple):
-    """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
-
-    texts: tuple[str, ...]
-    pairs: tuple[tuple[str, str], ...]  # (behind, text): a text that followed another, see `with_neighbours`
-    sources: tuple[str, ...]  # documents that are gone whole
-    last_id: int  # what `drop_leftovers` takes once all that is done
-
-
-class Row(NamedTuple):
-    """One chunk as stored."""
-
-    id: int  # the low 63 bits of chunk_id: FAISS and SQLite have signed 64-bit ids
-    chunk_id: str
-    source: str
-    document: int
-    ordinal: int
-    start: int
-    end: int
-    text: str
-    metadata: str  # JSON
-    vector: bytes  # [dim] float32, little endian
-    checksum: int
-
-    def chunk(self) -> Chunk:
-        """The chunk."""
-        return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
-
-    def forgotten(self) -> Chunk:
-        """The chunk for whoever deletes what belongs to it; its metadata may be damaged and is left out."""
-        return Chunk(self.text, self.source, self.start, self.end)
-
-    def is_sound(self) -> bool:
-        """Whether these are the bytes that were written."""
-        expected = _checksum(self.ordinal, self.start, self.end, self.metadata, self.text, self.vector)
-        return expected == self.checksum and self.forgotten().id == self.chunk_id
 
 
 class ChunkDatabase:
@@ -141,7 +72,7 @@ class ChunkDatabase:
             connection = _connect(folder / DATABASE, create=True)
             try:  # one transaction: killed inside it, there is no index rather than half of one
                 connection.execute("BEGIN IMMEDIATE")
-                for statement in _SCHEMA:
+                for statement in SCHEMA:
                     connection.execute(statement)
                 connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", pairs)
                 connection.commit()
@@ -314,10 +245,10 @@ class ChunkDatabase:
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
                 "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (_columns(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
+                (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
-            kept = _versions([chunk.text for chunk, _ in items.values()])
-            self._leave(source, [version for version in _versions([row.text for row in old.values()])
+            kept = versions_of([chunk.text for chunk, _ in items.values()])
+            self._leave(source, [version for version in versions_of([row.text for row in old.values()])
                                  if version not in kept])  # fmt: skip
         return DocumentChange(
             added=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id not in old),
@@ -336,7 +267,7 @@ class ChunkDatabase:
             self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
             self._connection.executemany("UPDATE files SET version = '' WHERE path = ?", files)  # it has more to give
             self._drop_empty_files(file for (file,) in files)
-            self._leave(source, _versions([row.text for row in old]))
+            self._leave(source, versions_of([row.text for row in old]))
         return [row.forgotten() for row in old]
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
@@ -403,7 +334,7 @@ class ChunkDatabase:
         return value
 
     def _select(self, where: str, values: Sequence[object]) -> list[Row]:
-        return [Row(*columns) for columns in self._connection.execute(_SELECT + where, values)]
+        return [Row(*columns) for columns in self._connection.execute(SELECT + where, values)]
 
     def _sound(self, rows: list[Row]) -> list[Row]:
         damaged = next((row for row in rows if not row.is_sound()), None)
@@ -422,7 +353,7 @@ class ChunkDatabase:
                 "use the ragblend that made it, or ingest again into a new folder"
             )
         schema = {sql for (sql,) in self._connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table'")}
-        if schema != {statement.replace("IF NOT EXISTS ", "") for statement in _SCHEMA if "TABLE" in statement}:
+        if schema != {statement.replace("IF NOT EXISTS ", "") for statement in SCHEMA if "TABLE" in statement}:
             raise CorruptError(f"{self.path} has other tables than ragblend makes. {reingest(self.folder)}")
         if self.path.stat().st_size <= _CHECK_AT_OPEN_BYTES:
             # Not quick_check, which skips the indexes: a chunk missing from one would be silently unfindable.
@@ -494,30 +425,3 @@ def _translated(folder: Path) -> Iterator[None]:
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             raise RagblendError(f"cannot open or write {folder} ({error}); check its permissions") from error
         raise CorruptError(f"{folder / DATABASE} is damaged ({error}). {reingest(folder)}") from error
-
-
-def text_hash(text: str) -> bytes:
-    """16 bytes; equal for texts that are the same to the registry: equal after `strip()`."""
-    return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
-
-
-def _versions(texts: Sequence[str]) -> dict[tuple[str, str], None]:
-    """What KV a document of these chunks may have: (text, ""), and (text, behind) for each that follows another."""
-    alone = {(text, ""): None for text in texts}
-    return alone | {(text, behind): None for behind, text in pairwise(texts)}
-
-
-def _checksum(ordinal: int, start: int, end: int, metadata: str, text: str, vector: bytes) -> int:
-    return zlib.crc32(vector, zlib.crc32(f"{ordinal}\0{start}\0{end}\0{metadata}\0{text}".encode()))
-
-
-def _columns(
-    chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
-) -> tuple[object, ...]:
-    """The row of the chunks table for one chunk."""
-    metadata = json.dumps(dict(chunk.metadata), default=str)
-    data = vector.astype("<f4").tobytes()
-    checksum = _checksum(ordinal, chunk.start, chunk.end, metadata, chunk.text, data)
-    place = (int(chunk.id, 16) & (2**63 - 1), chunk.id, document, ordinal, chunk.start, chunk.end)
-    hashed = text_hash(chunk.text)
-    return (*place, chunk.text, metadata, chunk.metadata.get("num_tokens"), data, checksum, generation, hashed)

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from ragblend.chunkdb import FileNote
+from ragblend.chunkrows import FileNote
 from ragblend.documents import (
     NO_FILE,
     Document,

@@ -24,17 +24,8 @@ import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.chunkdb import (
-    DATABASE,
-    SCHEMA_VERSION,
-    ChunkDatabase,
-    DocumentChange,
-    FileNote,
-    Leftovers,
-    Row,
-    reingest,
-    text_hash,
-)
+from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
+from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, FileNote, Leftovers, Row, text_hash
 from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
