@@ -133,10 +133,10 @@ class ChunkDatabase:
         )
         return [source for (source,) in found]
 
-    def sources_of(self, file: str) -> list[str]:
-        """Sources of the documents that `file` holds, first added first."""
-        found = self._connection.execute("SELECT source FROM documents WHERE file = ? ORDER BY id", (file,))
-        return [source for (source,) in found]
+    def hashes_of(self, file: str) -> dict[str, str]:
+        """Content hashes of the documents that `file` holds, by source, first added first."""
+        query = "SELECT source, content_hash FROM documents WHERE file = ? ORDER BY id"
+        return dict(self._connection.execute(query, (file,)).fetchall())
 
     def documents(self) -> dict[str, list[str]]:
         """Sources by file, first added first; those that came in without a file under ""."""

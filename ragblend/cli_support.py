@@ -333,6 +333,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
         *([f"{len(report.skipped)} files are no documents: {listed(skipped)}"] if skipped else []),
+        *([f"left out by .gitignore: {listed(map(shown, report.ignored))}"] if report.ignored else []),
         *(f"not read: {shown(failure.path)}: {failure.reason}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -40,7 +41,7 @@ class ReadFailure(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass
 class Walk:
     """What files and folders hold. Every path is a `normal_path`, and that of a file is its `source`."""
 
@@ -49,7 +50,30 @@ class Walk:
     named: set[str] = field(default_factory=set)  # of these, those that were named themselves
     others: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
     links: set[str] = field(default_factory=set)  # further names of files to read
+    ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
     unreadable: list[ReadFailure] = field(default_factory=list)
+
+    def holds(self, path: str) -> bool:
+        """Whether a file is one that was named, or lies in a folder that was."""
+        return any(each in self._tops for each in lineage(path))
+
+    def cannot_tell(self, path: str) -> bool:
+        """Whether a folder on the way to a file could not be listed."""
+        return any(each in self._unlisted for each in lineage(path))
+
+    def hides(self, path: str, top: str) -> bool:
+        """Whether a folder that was named does not show a file in it, which `top` brought in: that folder, or one above
+        it. Who named the file, or a folder further down, wanted it all the same."""
+        shown = path in self.files or path in self.others
+        return not shown and any(each in self._tops and is_in(each, top) for each in lineage(path) if each != path)
+
+    @cached_property
+    def _tops(self) -> frozenset[str]:
+        return frozenset(self.tops)
+
+    @cached_property
+    def _unlisted(self) -> frozenset[str]:
+        return frozenset(path for path, _ in self.unreadable)
 
 
 def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> Walk:
@@ -75,7 +99,7 @@ def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path]
             found.named.add(top)
             found.files.setdefault(top, top)
             continue
-        for path in _files_below(top, ours, found.unreadable):
+        for path in _files_below(top, ours, found):
             if pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern):
                 found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
             else:
@@ -157,6 +181,23 @@ def is_below(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip("/") + "/")
 
 
+def is_in(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or lies below it."""
+    return path == folder or is_below(path, folder)
+
+
+def lineage(path: str) -> Iterator[str]:
+    """A path, the folder it is in, and all above that.
+
+    >>> list(lineage("/a/b"))
+    ['/a/b', '/a', '/']
+    """
+    yield path
+    while (parent := os.path.dirname(path)) != path:
+        yield parent
+        path = parent
+
+
 def shown(source: str) -> str:
     """A source for people: relative to the working folder where it lies below it, and without control characters."""
     try:
@@ -181,8 +222,9 @@ def _composed(text: str) -> str:
 # --- folders ---
 
 
-def _files_below(top: str, own: set[str], unreadable: list[ReadFailure]) -> Iterator[str]:
-    """Files in order of their names' parts. Folders that cannot be listed, and names that are no text, are noted."""
+def _files_below(top: str, own: set[str], found: Walk) -> Iterator[str]:
+    """Files in order of their names' parts. Folders that cannot be listed, names that are no text, and what is ignored
+    are noted."""
     waiting: list[tuple[str, bool, _Ignored]] = [(top, True, _Ignored.above(top))]
     while waiting:  # a stack, the next on top: folders may lie deeper than calls may
         path, is_folder, ignored = waiting.pop()
@@ -194,15 +236,19 @@ def _files_below(top: str, own: set[str], unreadable: list[ReadFailure]) -> Iter
         except (FileNotFoundError, NotADirectoryError):
             continue  # gone since its folder was listed
         except OSError as error:
-            unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
+            found.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
             continue
         names = {entry.name for entry in entries}
         if path != top and any(ours <= names for ours in _OUR_FOLDERS):
             continue
         inside = ignored.with_rules_of(path) if ".gitignore" in names else ignored
         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-            kind = _kind(entry, unreadable)
-            if kind and not (kind == "folder" and entry.path in own) and not inside.names(entry.path, kind == "folder"):
+            kind = _kind(entry, found.unreadable)
+            if not kind or (kind == "folder" and entry.path in own):
+                continue
+            if inside.names(entry.path, kind == "folder"):
+                found.ignored.append(entry.path)
+            else:
                 waiting.append((entry.path, kind == "folder", inside))
 
 

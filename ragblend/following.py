@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from ragblend.documents import (
     reader_version,
 )
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UnreadableDocumentError, UsageError
-from ragblend.folders import ReadFailure, Walk, is_below
+from ragblend.folders import ReadFailure, Walk, is_in
 from ragblend.index import ChunkIndex
 from ragblend.segments import Chunk
 
@@ -54,6 +54,7 @@ class Followed:
     removed: list[str] = field(default_factory=list)  # sources that are gone
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
 
 
 def follow(index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, *, keep_missing: bool = False) -> Followed:
@@ -123,12 +124,12 @@ class _Run:
             self._finished.append((note._replace(top=top), []))
 
     def _changed(self, path: str, version: str, contents: FileContents) -> None:
-        waiting = []
+        waiting, known_hashes = [], self.index.hashes_of(path)
         for document in contents.documents:
             other = self._made_by.get(document.source, path)
             if other != path:  # `a.jsonl#1` may be the name of a file too
                 raise UnreadableDocumentError(f"has a document of the same name as {other}; rename one of the files")
-            known, wanted = self.index.document_hash(document.source), f"{document.content_hash}:{self.cut.version}"
+            known, wanted = known_hashes.get(document.source), f"{document.content_hash}:{self.cut.version}"
             if known != wanted:
                 waiting.append((document, wanted, self.cut.function(document)))
             self.result.num_unchanged += known == wanted
@@ -136,8 +137,8 @@ class _Run:
         sources = [document.source for document in contents.documents]
         self.result.sources += sources
         self._made_by.update(dict.fromkeys(sources, path))
-        left = set(self._known.get(path, ())).difference(sources)
-        gone = [source for source in self._known.get(path, ()) if source in left and not contents.may_be_unread(source)]
+        left = known_hashes.keys() - set(sources)
+        gone = [source for source in known_hashes if source in left and not contents.may_be_unread(source)]
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
         # Known by its bytes only when the next run has nothing to say or to do about it.
@@ -145,6 +146,8 @@ class _Run:
         note = FileNote(path, version if is_done else "", self._top(path))
         self._waiting += waiting
         self._finished.append((note, [] if self.keep_missing else gone))
+        if path not in self._notes:
+            self.result.arrived.add(version)
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
             self.flush()
 
@@ -173,29 +176,17 @@ class _Run:
 
     def remove_missing(self) -> None:
         """Take out the documents of files that are not there any more."""
-        for note in list(self.index.files().values()):
-            if self._is_of(note.path) and self._is_missing(note):
-                self._remove(self.index.sources_of(note.path))
-
-    def _is_of(self, path: str) -> bool:
-        """Whether a file is one of those that were named, or lies in a folder that was."""
-        return any(path == top or is_below(path, top) for top in self.found.tops)
+        for note in self.index.files().values():
+            if self.found.holds(note.path) and self._is_missing(note):
+                self._remove(self.index.hashes_of(note.path))
 
     def _is_missing(self, note: FileNote) -> bool:
-        path = note.path
-        if path in self._empty or path in self.found.links:
+        path, found = note.path, self.found
+        if path in self._empty or path in found.links:
             return True
-        if path in self._unread or path in self.found.others:
+        if path in self._unread or path in found.others or found.cannot_tell(path):
             return False
-        if any(is_below(path, failure.path) for failure in self.found.unreadable):
-            return False
-        if _is_gone(path):
-            return True
-        # It is there, and its folder leaves it out by now. Who named it, or a folder further down, wanted it all the
-        # same; who only ever named a folder above it did not.
-        return path not in self.found.files and any(
-            is_below(path, top) and (note.top == top or is_below(top, note.top)) for top in self.found.tops
-        )
+        return _is_gone(path) or found.hides(path, note.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:
@@ -206,24 +197,23 @@ class _Run:
     def _top(self, path: str) -> str:
         """What brought a file in: the widest of the folders that ever did."""
         top, note = self.found.files[path], self._notes.get(path)
-        return note.top if note is not None and (note.top == top or is_below(top, note.top)) else top
+        return note.top if note is not None and is_in(top, note.top) else top
 
     def _version(self, path: str, data: bytes) -> str:
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         return f"{digest}:{reader_version(path)}:{self.cut.version}"
 
 
-def missing_elsewhere(index: ChunkIndex, found: Walk) -> Iterator[tuple[str, int]]:
-    """Folders and files outside of `found` that documents came from and that are gone, with how many files were lost.
+def moved_from(index: ChunkIndex, followed: Followed, found: Walk) -> dict[str, int]:
+    """Folders and files outside of `found` that are gone, where files with these very bytes came from before; how many.
 
     A folder that was moved leaves such a trace, and its documents a second time.
     """
     lost: dict[str, int] = {}
-    for note in index.files().values():
-        is_here = any(note.path == top or is_below(note.path, top) for top in found.tops)
-        if not is_here and _is_gone(note.path):
+    for note in index.files().values() if followed.arrived else ():
+        if note.version in followed.arrived and not found.holds(note.path) and _is_gone(note.path):
             lost[note.top] = lost.get(note.top, 0) + 1
-    yield from lost.items()
+    return lost
 
 
 def _is_gone(path: str) -> bool:

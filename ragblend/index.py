@@ -165,10 +165,10 @@ class ChunkIndex:
         with self._db.reading():
             return self._db.documents()
 
-    def sources_of(self, file: str) -> list[str]:
-        """Sources of the documents that a file holds: one, or its records."""
+    def hashes_of(self, file: str) -> dict[str, str]:
+        """Content hashes, by source, of the documents that a file holds: one, or its records."""
         with self._db.reading():
-            return self._db.sources_of(file)
+            return self._db.hashes_of(file)
 
     def files(self) -> dict[str, FileNote]:
         """What is noted of the files that documents came from, by path."""

@@ -29,7 +29,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.folders import named, shown, walk
-from ragblend.following import Cut, follow, missing_elsewhere
+from ragblend.following import Cut, follow, moved_from
 from ragblend.following import Progress as Progress
 from ragblend.forgetting import disk_store as disk_store
 from ragblend.forgetting import forget_texts, registry_for, store_folders, sweep
@@ -66,6 +66,7 @@ class IngestReport:
     removed: list[str] = field(default_factory=list)  # documents that are gone
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)  # files that are no documents
+    ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -113,10 +114,10 @@ def ingest(
     followed = follow(opened, found, cut, tell, keep_missing=keep_missing)
     report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
     report.num_updated, report.removed = followed.num_updated, followed.removed
-    report.failures, report.skipped = followed.failures, followed.skipped
+    report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
     report.num_removed_kv = sweep(opened, engine)
     if not followed.sources and not followed.failures and not followed.removed:
-        raise EmptyCorpusError(_nothing(paths, glob, report.skipped))
+        raise EmptyCorpusError(_nothing(paths, glob, report))
     chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
     report.num_chunks = len(chunks)
     report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
@@ -126,9 +127,9 @@ def ingest(
         opened.set_status(indexed, "precomputed")
         _pin_again(followed.sources, engine, opened)
     if say is not None:
-        for folder, num_files in missing_elsewhere(opened, found):
-            say(f"{num_files} files of {shown(folder)} are gone, their documents are still in the index; if they were "
-                f"moved: ragblend remove {shown(folder)}")  # fmt: skip
+        for folder, num_files in moved_from(opened, followed, found).items():
+            say(f"{num_files} of these files were at {shown(folder)} and are gone from there; their documents are still "
+                f"in the index: ragblend remove {shown(folder)}")  # fmt: skip
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
@@ -394,7 +395,11 @@ def _num_tokens(chunk: Chunk, engine: Engine) -> int:
     return counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
 
 
-def _nothing(paths: str | Path | Sequence[str | Path], glob: str, skipped: Sequence[Skipped]) -> str:
+def _nothing(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
     names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
-    found = f" ({len(skipped)} files are no documents: {shown(skipped[0].path)} {skipped[0].reason})" if skipped else ""
-    return f"{names} holds nothing to ingest that matches {glob!r}{found}; name a folder of text"
+    found = [
+        *(f"{shown(path)} {reason}" for path, reason in report.skipped[:1]),
+        *(f".gitignore leaves out {shown(path)}: name it to read it" for path in report.ignored[:1]),
+    ]
+    why = f" ({'; '.join(found)})" if found else ""
+    return f"{names} holds nothing to ingest that matches {glob!r}{why}; name a folder of text"

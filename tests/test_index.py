@@ -356,7 +356,7 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
 def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
     from ragblend import chunkdb
 
-    columns = chunkdb._columns
+    columns = chunkdb.columns_of
     monkeypatch.setattr("ragblend.chunkdb.columns_of", lambda *args: (1, *columns(*args)[1:]))
     with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
         index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
