@@ -6,7 +6,6 @@ the next one goes on. Knows the index, engines and stores; nothing of files or f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -20,31 +19,27 @@ from ragblend.index import ChunkIndex
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk
 
-logger = logging.getLogger(__name__)
-
 Ids = tuple[int, ...]
 
 
-def sweep(index: ChunkIndex, engine: Engine) -> int:
+def sweep(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     """Delete what documents have left behind that were changed or removed. How many chunks' KV went.
 
-    A text that a framework's document has as well stays. Where a remote tier cannot be told, that is left for the next
-    sweep, with a warning.
+    A text that a framework's document has as well stays. Where a remote tier cannot be told, this says why, and it is
+    told by the next sweep.
     """
     left = index.leftovers()
     if not left.last_id:
-        return 0
+        return 0, ""
     with closing(registry_of(engine.store)) as registry:
         gone = registry.release(left.texts)
     num_removed, problem = forget_texts(gone, engine, left.pairs)
     if isinstance(engine.store, Pins):
         for source in left.sources:
             engine.store.unpin(source)
-    if problem:
-        logger.warning("what was removed stays in the remote tier (%s); the next `ragblend ingest` drops it", problem)
-    else:
+    if not problem:
         index.drop_leftovers(left)
-    return num_removed
+    return num_removed, problem
 
 
 def forget_texts(texts: Iterable[str], engine: Engine, pairs: Iterable[tuple[str, str]] = ()) -> tuple[int, str]:

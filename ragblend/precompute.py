@@ -22,6 +22,7 @@ from ragblend.documents import Skipped
 from ragblend.engine.protocols import Engine
 from ragblend.engine.store import Pins, format_bytes, kv_dtype_of
 from ragblend.errors import (
+    BackendUnreachableError,
     EmptyCorpusError,
     NotFoundError,
     StoreFullError,
@@ -115,7 +116,9 @@ def ingest(
     report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
     report.num_updated, report.removed = followed.num_updated, followed.removed
     report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
-    report.num_removed_kv = sweep(opened, engine)
+    report.num_removed_kv, problem = sweep(opened, engine)
+    if problem:
+        logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)
     if not followed.sources and not followed.failures and not followed.removed:
         raise EmptyCorpusError(_nothing(paths, glob, report))
     chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
@@ -128,8 +131,8 @@ def ingest(
         _pin_again(followed.sources, engine, opened)
     if say is not None:
         for folder, num_files in moved_from(opened, followed, found).items():
-            say(f"{num_files} of these files were at {shown(folder)} and are gone from there; their documents are still "
-                f"in the index: ragblend remove {shown(folder)}")  # fmt: skip
+            say(f"{num_files} of these files were in {shown(folder)} and are gone from there; to drop their old "
+                f"documents: ragblend remove {shown(folder)}")  # fmt: skip
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
@@ -297,11 +300,17 @@ def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
     """Forget documents: chunks, pins, and KV and registered texts that no other document has. Chunks and KV removed.
 
-    A document whose file is still there comes back when that, or its folder, is ingested again.
+    A document whose file is still there comes back when that, or its folder, is ingested again. Raises
+    BackendUnreachableError when a remote tier could not be told; the next removal or ingestion tells it.
     """
     num_chunks = sum(len(index.remove_document(source)) for source in sources)
     index.save()
-    return num_chunks, sweep(index, engine)
+    num_removed, problem = sweep(index, engine)
+    if problem:
+        raise BackendUnreachableError(
+            f"removed here, not in the remote tier ({problem}); the next `ragblend ingest` or `remove` drops it there"
+        )
+    return num_chunks, num_removed
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:

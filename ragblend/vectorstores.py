@@ -283,7 +283,7 @@ class PrecomputingVectorStore(VectorStore):
     def _forget(self, documents: Sequence[Document | str]) -> None:
         forget_documents(documents, self.llm, still_used=self._holds)
         if isinstance(self.inner, BlendVectorStore):
-            sweep(self.inner.index, getattr(self.llm, "engine", self.llm))
+            sweep(self.inner.index, getattr(self.llm, "engine", self.llm))  # who cannot be told now is told later
 
     def _holds(self, text: str) -> bool:
         """Whether some document still has this text: its nearest neighbour would be the text itself."""

@@ -289,11 +289,16 @@ def test_what_a_remote_tier_could_not_be_told_is_told_next_time(tmp_path, monkey
         with monkeypatch.context() as down:
             down.setattr(remote, "delete", lambda key: (_ for _ in ()).throw(BackendUnreachableError("it is down")))
             corpus.ingest()
-        assert "it is down" in caplog.text
+            assert "it is down" in caplog.text
+            with pytest.raises(BackendUnreachableError, match="it is down"):
+                remove_documents(corpus.index.sources(), engine, index)
         assert remote.contains(engine.key(Chunk(FOX)))
+        assert remote.contains(engine.key(Chunk(KERN)))
+        (tmp_path / "docs" / "b.txt").unlink()
+        corpus.write(c_txt=BELL)
         corpus.ingest()
-        assert not remote.contains(engine.key(Chunk(FOX)))
-        assert corpus.texts() == {KERN}
+        assert [remote.contains(engine.key(Chunk(text))) for text in (FOX, KERN)] == [False, False]
+        assert corpus.texts() == {BELL}
 
 
 # --- what stays ---
@@ -477,7 +482,7 @@ def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus
     monkeypatch.setattr(HashingEmbedder, "embed", lambda self, texts: pytest.fail(f"embedded {texts}"))
     monkeypatch.chdir(corpus.root)
     assert corpus.ingest("papers").num_new_kv == 0
-    assert any("2 of these files were at docs" in line and "ragblend remove docs" in line for line in corpus.said)
+    assert any("2 of these files were in docs" in line and "ragblend remove docs" in line for line in corpus.said)
     remove_documents(find_documents("docs", corpus.index), corpus.engine, corpus.index)
     assert corpus.texts() == {FOX, KERN}
     assert corpus.index.num_documents == 2
