@@ -133,16 +133,12 @@ class ChunkDatabase:
         )
         return [source for (source,) in found]
 
-    def hashes_of(self, file: str) -> dict[str, str]:
-        """Content hashes of the documents that `file` holds, by source, first added first."""
-        query = "SELECT source, content_hash FROM documents WHERE file = ? ORDER BY id"
-        return dict(self._connection.execute(query, (file,)).fetchall())
-
-    def documents(self) -> dict[str, list[str]]:
-        """Sources by file, first added first; those that came in without a file under ""."""
-        found: dict[str, list[str]] = {}
-        for file, source in self._connection.execute("SELECT file, source FROM documents ORDER BY id"):
-            found.setdefault(file, []).append(source)
+    def documents(self) -> dict[str, dict[str, str]]:
+        """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
+        found: dict[str, dict[str, str]] = {}
+        query = "SELECT file, source, content_hash FROM documents ORDER BY id"
+        for file, source, content_hash in self._connection.execute(query):
+            found.setdefault(file, {})[source] = content_hash
         return found
 
     def files(self) -> list[FileNote]:

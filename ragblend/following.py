@@ -81,7 +81,7 @@ class _Run:
     def __init__(self, index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, keep_missing: bool) -> None:
         self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
         self.result = Followed(failures=list(found.unreadable))
-        self._notes, self._known = index.files(), index.documents()
+        self._notes, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had
         self._empty: set[str] = set()  # files that were read and are no documents
         self._made_by: dict[str, str] = {}  # source -> file, of this run
@@ -114,9 +114,11 @@ class _Run:
             self._unread.add(path)
             self.result.failures.append(ReadFailure(path, str(error)))
         self.tell("read", len(self.result.sources), None)
+        if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
+            self.flush()
 
     def _unchanged(self, note: FileNote) -> None:
-        sources = self._known.get(note.path, [])
+        sources = list(self._known.get(note.path, ()))
         self.result.sources += sources
         self.result.num_unchanged += len(sources)
         self._made_by.update(dict.fromkeys(sources, note.path))
@@ -124,32 +126,29 @@ class _Run:
             self._finished.append((note._replace(top=top), []))
 
     def _changed(self, path: str, version: str, contents: FileContents) -> None:
-        waiting, known_hashes = [], self.index.hashes_of(path)
+        had, waiting = self._known.get(path, {}), []
         for document in contents.documents:
             other = self._made_by.get(document.source, path)
             if other != path:  # `a.jsonl#1` may be the name of a file too
                 raise UnreadableDocumentError(f"has a document of the same name as {other}; rename one of the files")
-            known, wanted = known_hashes.get(document.source), f"{document.content_hash}:{self.cut.version}"
-            if known != wanted:
+            wanted = f"{document.content_hash}:{self.cut.version}"
+            if had.get(document.source) != wanted:
                 waiting.append((document, wanted, self.cut.function(document)))
-            self.result.num_unchanged += known == wanted
-            self.result.num_updated += known is not None and known != wanted
         sources = [document.source for document in contents.documents]
-        self.result.sources += sources
-        self._made_by.update(dict.fromkeys(sources, path))
-        left = known_hashes.keys() - set(sources)
-        gone = [source for source in known_hashes if source in left and not contents.may_be_unread(source)]
+        gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
         # Known by its bytes only when the next run has nothing to say or to do about it.
         is_done = not contents.failure and not (gone and self.keep_missing)
         note = FileNote(path, version if is_done else "", self._top(path))
+        self._finished.append((note, [] if self.keep_missing else sorted(gone)))
         self._waiting += waiting
-        self._finished.append((note, [] if self.keep_missing else gone))
+        self._made_by.update(dict.fromkeys(sources, path))
+        self.result.sources += sources
+        self.result.num_unchanged += len(sources) - len(waiting)
+        self.result.num_updated += sum(document.source in had for document, _, _ in waiting)
         if path not in self._notes:
             self.result.arrived.add(version)
-        if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
-            self.flush()
 
     def flush(self) -> None:
         """Embed and index what waits, then note the files that are finished by it. Killed in between, they are read
@@ -178,7 +177,7 @@ class _Run:
         """Take out the documents of files that are not there any more."""
         for note in self.index.files().values():
             if self.found.holds(note.path) and self._is_missing(note):
-                self._remove(self.index.hashes_of(note.path))
+                self._remove(self._known.get(note.path, ()))
 
     def _is_missing(self, note: FileNote) -> bool:
         path, found = note.path, self.found

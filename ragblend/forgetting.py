@@ -33,7 +33,7 @@ def sweep(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
         return 0, ""
     with closing(registry_of(engine.store)) as registry:
         gone = registry.release(left.texts)
-    num_removed, problem = forget_texts(gone, engine, left.pairs)
+    num_removed, problem = forget_texts(gone, engine, left.pairs, everywhere=True)
     if isinstance(engine.store, Pins):
         for source in left.sources:
             engine.store.unpin(source)
@@ -42,17 +42,20 @@ def sweep(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     return num_removed, problem
 
 
-def forget_texts(texts: Iterable[str], engine: Engine, pairs: Iterable[tuple[str, str]] = ()) -> tuple[int, str]:
-    """Drop the KV of texts, of whatever was computed behind them, and of `pairs` (behind, text).
+def forget_texts(
+    texts: Iterable[str], engine: Engine, pairs: Iterable[tuple[str, str]] = (), *, everywhere: bool = False
+) -> tuple[int, str]:
+    """Drop the KV of texts and of `pairs` (behind, text) that the engine stores, in every tier.
 
-    In the local disk tier that of every model and prefix goes, in the engine's own namespace; elsewhere what has the
-    engine's keys. How many entries went, and why a remote tier could not be told; "" where it was.
+    everywhere: in the local disk tier, whose headers are read for it, also that of other models and prefixes, and of
+    whatever was computed behind these texts, in the engine's own namespace. How many entries went, and why a remote
+    tier could not be told; "" where it was.
     """
     chunks = [Chunk(text) for text in dict.fromkeys(texts)]
     neighbours = [Chunk(text, behind=behind) for behind, text in pairs]
     keys = dict.fromkeys(engine.key(chunk) for chunk in (*chunks, *neighbours))
     disk, ids_of = disk_store(engine), engine.segmenter.chunk_ids
-    if disk is not None and keys:
+    if disk is not None and keys and everywhere:
         namespace, prefix = getattr(engine, "namespace", ""), tuple(getattr(engine, "default_prefix_ids", ()))
         gone = {ids_of(chunk) for chunk in chunks}
         apart = [(engine.segmenter.context_ids(chunk), ids_of(chunk)) for chunk in neighbours]

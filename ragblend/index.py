@@ -160,15 +160,10 @@ class ChunkIndex:
         with self._db.reading():
             return self._db.sources(status)
 
-    def documents(self) -> dict[str, list[str]]:
-        """Sources of all documents by the file that holds them; "" for those that came in without one."""
+    def documents(self) -> dict[str, dict[str, str]]:
+        """Content hashes by source of all documents, by the file that holds them; "" for those without one."""
         with self._db.reading():
             return self._db.documents()
-
-    def hashes_of(self, file: str) -> dict[str, str]:
-        """Content hashes, by source, of the documents that a file holds: one, or its records."""
-        with self._db.reading():
-            return self._db.hashes_of(file)
 
     def files(self) -> dict[str, FileNote]:
         """What is noted of the files that documents came from, by path."""

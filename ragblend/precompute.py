@@ -146,7 +146,7 @@ def _cut(
     size = chunk_size_limit(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
     name = version_of(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):
-        if made.num_documents and (name or f"{size} tokens") != made.chunker:
+        if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:
             say(f"chunks of {name or f'{size} tokens'} from now on, before {made.chunker}: documents given are cut and "
                 "prefilled again, others when they are given")  # fmt: skip
         index.set_chunker(size, name)
@@ -256,7 +256,9 @@ def precompute_documents(
 
     report = precompute_chunks(chunks, engine, progress, note=note)
     gone = [text for name, texts in texts_of.items() if name for text in registry.replace(name, texts)]
-    report.num_removed_kv, _ = forget_texts(gone, engine)
+    report.num_removed_kv, problem = forget_texts(gone, engine)
+    if problem:
+        logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
     return report
 
 

@@ -18,7 +18,14 @@ from ragblend import Chunk, following, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.embedders import HashingEmbedder
 from ragblend.engine.disk import DiskStore
-from ragblend.errors import BackendUnreachableError, EmptyCorpusError, NotFoundError, StoreMismatchError
+from ragblend.errors import (
+    BackendUnreachableError,
+    EmptyCorpusError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+    StoreMismatchError,
+)
 from ragblend.index import ChunkIndex, open_index
 from ragblend.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
@@ -449,6 +456,31 @@ def test_a_file_with_the_name_of_a_record_takes_nothing_from_it(corpus):
         report = corpus.ingest()
         assert ["rename one" in failure.reason for failure in report.failures] == [True]
         assert corpus.documents() == {"a.jsonl#0": FOX, "a.jsonl#1": KERN}
+
+
+def test_a_full_disk_is_an_error_and_not_a_bad_file(corpus, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StoreFullError("no room")
+
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    monkeypatch.setattr(following, "_EMBED_BATCH", 1)
+    monkeypatch.setattr(corpus.index, "add_document", refuse)
+    with pytest.raises(StoreFullError):
+        corpus.ingest()
+
+
+def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monkeypatch):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    original = corpus.engine.segmenter.count_tokens
+
+    def count(text: str) -> int:
+        if "Fox" in text:
+            raise RagblendError("the text tokenizes to a control token")
+        return original(text)
+
+    monkeypatch.setattr(corpus.engine.segmenter, "count_tokens", count)
+    assert ["control token" in failure.reason for failure in corpus.ingest().failures] == [True]
+    assert corpus.documents() == {"b.txt": KERN}
 
 
 def test_odd_names_are_names(corpus):
