@@ -94,6 +94,7 @@ def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path]
                 f"forgotten by: ragblend remove {path}"
             )
         found.tops.append(normal_path(path))
+    found.tops = list(dict.fromkeys(found.tops))
     for top in found.tops:
         if not os.path.isdir(top):
             found.named.add(top)
@@ -105,6 +106,8 @@ def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path]
             else:
                 found.others.add(path)
     found.others -= found.files.keys()
+    found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
+    found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.tops]
     _read_links_once(found)
     return found
 
@@ -154,8 +157,8 @@ def named(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     known = list(sources)
     if any(source == name for source, _ in known):
         return [name]
-    for spelled in (str, _composed):
-        wanted = spelled(source_name(name))
+    meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # a link may name the file itself
+    for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _composed)):
         found = [source for source, file in known if wanted in (spelled(source), spelled(file))]
         found = found or [source for source, _ in known if is_below(spelled(source), wanted)]
         if found:

@@ -254,6 +254,25 @@ def test_people_may_name_a_file_a_folder_or_a_record(tmp_path, monkeypatch):
         named(" ", sources.items())
 
 
+def test_a_link_names_the_file_that_was_read(tmp_path, monkeypatch):
+    make(tmp_path, "docs/a.txt")
+    (tmp_path / "docs" / "link.txt").symlink_to("a.txt")
+    (tmp_path / "way in").symlink_to("docs")
+    monkeypatch.chdir(tmp_path)
+    source = f"{tmp_path}/docs/a.txt"
+    for name in ("docs/link.txt", "way in/link.txt", "way in"):
+        assert named(name, [(source, source)]) == [source]
+
+
+def test_folders_in_folders_that_are_named_too_count_once(tmp_path):
+    make(tmp_path, "a.txt", "build/b.txt", "sub/c.txt", "sub/x.log")
+    (tmp_path / ".gitignore").write_text("build\n*.log\n")
+    (tmp_path / ".git").mkdir()
+    found = walk([tmp_path, tmp_path / "build", tmp_path / "sub", tmp_path])
+    assert seen(tmp_path, found) == ["a.txt", "sub/c.txt", "build/b.txt"]
+    assert found.ignored == [f"{tmp_path}/sub/x.log"]
+
+
 def test_what_is_gone_from_the_disk_can_still_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"{tmp_path}/gone/deep/a.txt"
