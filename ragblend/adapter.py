@@ -28,7 +28,7 @@ from ragblend.engine import StoreOptions
 from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
 from ragblend.recovery import Block, check_separator, recover
-from ragblend.registry import ChunkRegistry, registry_of
+from ragblend.registry import registry_of
 from ragblend.segments import Chunk, Part, SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -378,21 +378,19 @@ def _close_engines() -> None:
 
 def forget_documents(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
     """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
-    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    registry: ChunkRegistry = getattr(llm_or_engine, "registry", None) or registry_of(engine.store)
-    gone = {chunk.text: chunk for chunk in map(_chunk, documents) if not still_used(chunk.text)}
-    registry.remove(gone)
-    return sum(engine.forget(chunk) for chunk in gone.values())
+    from ragblend.forgetting import forget_chunks
+
+    return forget_chunks(map(_chunk, documents), llm_or_engine, still_used)
 
 
-def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any) -> None:
-    """Precompute documents that are chunks already, and make their texts known to the model's own registry."""
+def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:
+    """Precompute documents that are chunks already, and make their texts known to the model's own registry.
+
+    `names`: what their documents are known by, see `precompute_documents`.
+    """
     from ragblend.precompute import precompute_documents
 
-    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    registry: ChunkRegistry = getattr(llm_or_engine, "registry", None) or registry_of(engine.store)
-    precompute_documents(documents, engine)
-    registry.add(_chunk(document).text for document in documents)
+    precompute_documents(documents, llm_or_engine, names=names)
 
 
 # --- async ------------------------------------------------------------------------------------------------------------

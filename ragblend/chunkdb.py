@@ -1,7 +1,8 @@
 """Documents, chunks and vectors in one SQLite file: the truth behind an index. Knows nothing of search or embedders.
 
-A document is added, replaced or removed in one transaction, so a reader never sees half of one. Every row carries a
-checksum, and SQLite's errors leave here as ours, with the way out.
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
+is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not forgotten.
+Every row carries a checksum, and SQLite's errors leave here as ours, with the way out.
 """
 
 from __future__ import annotations
@@ -11,75 +12,33 @@ import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragblend.chunkrows import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    SELECT,
+    DocumentChange,
+    FileNote,
+    Leftovers,
+    Row,
+    columns_of,
+    text_hash,
+    versions_of,
+)
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
 
-SCHEMA_VERSION = 1
 DATABASE = "chunks.sqlite"
 _LOCK_TIMEOUT_S = 30.0
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
 _PAGE = 500  # values in one SELECT ... IN
-
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY, source TEXT NOT NULL UNIQUE, "
-    "content_hash TEXT NOT NULL, status TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, chunk_id TEXT NOT NULL UNIQUE, "
-    "document INTEGER NOT NULL REFERENCES documents (id), ordinal INTEGER NOT NULL, "
-    'start INTEGER NOT NULL, "end" INTEGER NOT NULL, text TEXT NOT NULL, metadata TEXT NOT NULL, '
-    "num_tokens INTEGER, vector BLOB NOT NULL, checksum INTEGER NOT NULL, generation INTEGER NOT NULL, "
-    "UNIQUE (document, ordinal))",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
-)
-_SELECT = (
-    'SELECT c.id, c.chunk_id, d.source, c.document, c.ordinal, c.start, c."end", c.text, c.metadata, c.vector, '
-    "c.checksum FROM chunks c JOIN documents d ON d.id = c.document "
-)
-
-
-class DocumentChange(NamedTuple):
-    """What adding a document did, in document order. The document itself no longer needs the KV of `removed`."""
-
-    added: tuple[Chunk, ...]
-    kept: tuple[Chunk, ...]
-    removed: tuple[Chunk, ...]
-
-
-class Row(NamedTuple):
-    """One chunk as stored."""
-
-    id: int  # the low 63 bits of chunk_id: FAISS and SQLite have signed 64-bit ids
-    chunk_id: str
-    source: str
-    document: int
-    ordinal: int
-    start: int
-    end: int
-    text: str
-    metadata: str  # JSON
-    vector: bytes  # [dim] float32, little endian
-    checksum: int
-
-    def chunk(self) -> Chunk:
-        """The chunk."""
-        return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
-
-    def forgotten(self) -> Chunk:
-        """The chunk for whoever deletes what belongs to it; its metadata may be damaged and is left out."""
-        return Chunk(self.text, self.source, self.start, self.end)
-
-    def is_sound(self) -> bool:
-        """Whether these are the bytes that were written."""
-        expected = _checksum(self.ordinal, self.start, self.end, self.metadata, self.text, self.vector)
-        return expected == self.checksum and self.forgotten().id == self.chunk_id
 
 
 class ChunkDatabase:
@@ -113,7 +72,7 @@ class ChunkDatabase:
             connection = _connect(folder / DATABASE, create=True)
             try:  # one transaction: killed inside it, there is no index rather than half of one
                 connection.execute("BEGIN IMMEDIATE")
-                for statement in _SCHEMA:
+                for statement in SCHEMA:
                     connection.execute(statement)
                 connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", pairs)
                 connection.commit()
@@ -174,6 +133,46 @@ class ChunkDatabase:
         )
         return [source for (source,) in found]
 
+    def documents(self) -> dict[str, dict[str, str]]:
+        """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
+        found: dict[str, dict[str, str]] = {}
+        query = "SELECT file, source, content_hash FROM documents ORDER BY id"
+        for file, source, content_hash in self._connection.execute(query):
+            found.setdefault(file, {})[source] = content_hash
+        return found
+
+    def files(self) -> list[FileNote]:
+        """Every file noted, by path."""
+        return [
+            FileNote(*row) for row in self._connection.execute("SELECT path, version, top FROM files ORDER BY path")
+        ]
+
+    def leftovers(self) -> Leftovers:
+        """What is left to delete elsewhere, less what the index has come to have again."""
+        rows = self._connection.execute("SELECT id, source, text, behind FROM leftovers ORDER BY id").fetchall()
+        texts = dict.fromkeys(text for _, _, text, behind in rows if not behind)
+        pairs = dict.fromkeys((behind, text) for _, _, text, behind in rows if behind)
+        return Leftovers(
+            tuple(text for text in texts if not self._has("chunks", "text_hash", text_hash(text))),
+            tuple(pair for pair in pairs if not self._has_pair(*pair)),
+            tuple(
+                source
+                for source in dict.fromkeys(source for _, source, _, _ in rows)
+                if not self._has("documents", "source", source)
+            ),
+            max((row[0] for row in rows), default=0),
+        )
+
+    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+        """The vectors, as stored, of those `texts` that some chunk has, by `text_hash`."""
+        hashes, found = list(dict.fromkeys(map(text_hash, texts))), {}
+        for start in range(0, len(hashes), _PAGE):
+            page = hashes[start : start + _PAGE]
+            for row in self._select(f"WHERE c.text_hash IN ({', '.join('?' * len(page))})", page):
+                if row.is_sound():
+                    found[text_hash(row.text)] = row.vector
+        return found
+
     def document(self, source: str) -> tuple[str, str] | None:
         """(content hash, status) of a document, or None."""
         found: tuple[str, str] | None = self._connection.execute(
@@ -220,7 +219,12 @@ class ChunkDatabase:
     # --- writing: each its own transaction ---
 
     def replace(
-        self, source: str, content_hash: str, status: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]]
+        self,
+        source: str,
+        content_hash: str,
+        status: str,
+        items: Mapping[str, tuple[Chunk, NDArray[np.float32]]],
+        file: str = "",
     ) -> DocumentChange:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self.writing():
@@ -228,16 +232,20 @@ class ChunkDatabase:
             # Unchecked: replacing a damaged document repairs it.
             old = {row.chunk_id: row for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))}
             self._connection.execute(
-                "INSERT INTO documents (source, content_hash, status) VALUES (?, ?, ?) "
-                "ON CONFLICT (source) DO UPDATE SET content_hash = excluded.content_hash, status = excluded.status",
-                (source, content_hash, status),
+                "INSERT INTO documents (source, file, content_hash, status) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (source) DO UPDATE SET file = excluded.file, content_hash = excluded.content_hash, "
+                "status = excluded.status",
+                (source, file, content_hash, status),
             )
             document = self._connection.execute("SELECT id FROM documents WHERE source = ?", (source,)).fetchone()[0]
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (_columns(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
+            kept = versions_of([chunk.text for chunk, _ in items.values()])
+            self._leave(source, [version for version in versions_of([row.text for row in old.values()])
+                                 if version not in kept])  # fmt: skip
         return DocumentChange(
             added=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id not in old),
             kept=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id in old),
@@ -251,20 +259,64 @@ class ChunkDatabase:
             old = self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))
             condition = "WHERE document IN (SELECT id FROM documents WHERE source = ?)"
             self._connection.execute(f"DELETE FROM chunks {condition}", (source,))
+            files = self._connection.execute("SELECT file FROM documents WHERE source = ?", (source,)).fetchall()
             self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
+            self._connection.executemany("UPDATE files SET version = '' WHERE path = ?", files)  # it has more to give
+            self._drop_empty_files(file for (file,) in files)
+            self._leave(source, versions_of([row.text for row in old]))
         return [row.forgotten() for row in old]
 
-    def set_status(self, source: str, status: str) -> None:
-        """Note how far a document has come. Raises NotFoundError."""
+    def set_status(self, sources: Iterable[str], status: str) -> None:
+        """Note how far documents have come. Raises NotFoundError, and then nothing is noted."""
         with self.writing():
             update = "UPDATE documents SET status = ? WHERE source = ?"
-            self._require(self._connection.execute(update, (status, source)), source)
+            for source in sources:
+                self._require(self._connection.execute(update, (status, source)), source)
+
+    def note_files(self, notes: Iterable[FileNote]) -> None:
+        """Note files, each in place of what was noted of it. A file that holds no document is not kept."""
+        notes = list(notes)
+        with self.writing():
+            self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", notes)
+            self._drop_empty_files(note.path for note in notes)
+
+    def set_facts(self, **changes: object) -> None:
+        """Record other facts than the creator did."""
+        with self.writing():
+            written = json.dumps(self.facts() | {key: str(value) for key, value in changes.items()})
+            pairs = [(written, "facts"), (str(zlib.crc32(written.encode())), "facts_checksum")]
+            self._connection.executemany("UPDATE meta SET value = ? WHERE key = ?", pairs)
+
+    def drop_leftovers(self, last_id: int) -> None:
+        """Forget leftovers up to this id."""
+        with self.writing():
+            self._connection.execute("DELETE FROM leftovers WHERE id <= ?", (last_id,))
 
     # --- inside ---
 
     def _require(self, change: sqlite3.Cursor, source: str) -> None:
         if not change.rowcount:
             raise NotFoundError(f"no document {source!r} in {self.folder}; see ragblend stats --index {self.folder}")
+
+    def _drop_empty_files(self, paths: Iterable[str]) -> None:
+        empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"
+        self._connection.executemany(empty, ((path,) for path in paths))
+
+    def _leave(self, source: str, versions: Iterable[tuple[str, str]]) -> None:
+        insert = "INSERT INTO leftovers (source, text, behind) VALUES (?, ?, ?)"
+        self._connection.executemany(insert, ((source, text, behind) for text, behind in versions))
+
+    def _has(self, table: str, column: str, value: object) -> bool:
+        query = f"SELECT 1 FROM {table} WHERE {column} = ? LIMIT 1"
+        return self._connection.execute(query, (value,)).fetchone() is not None
+
+    def _has_pair(self, behind: str, text: str) -> bool:
+        """Whether some document has `text` right after `behind`."""
+        query = (
+            "SELECT 1 FROM chunks c JOIN chunks b ON b.document = c.document AND b.ordinal = c.ordinal - 1 "
+            "WHERE c.text_hash = ? AND b.text_hash = ? LIMIT 1"
+        )
+        return self._connection.execute(query, (text_hash(text), text_hash(behind))).fetchone() is not None
 
     def _advance(self) -> int:
         self._connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'generation'")
@@ -278,7 +330,7 @@ class ChunkDatabase:
         return value
 
     def _select(self, where: str, values: Sequence[object]) -> list[Row]:
-        return [Row(*columns) for columns in self._connection.execute(_SELECT + where, values)]
+        return [Row(*columns) for columns in self._connection.execute(SELECT + where, values)]
 
     def _sound(self, rows: list[Row]) -> list[Row]:
         damaged = next((row for row in rows if not row.is_sound()), None)
@@ -297,7 +349,7 @@ class ChunkDatabase:
                 "use the ragblend that made it, or ingest again into a new folder"
             )
         schema = {sql for (sql,) in self._connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table'")}
-        if schema != {statement.replace("IF NOT EXISTS ", "") for statement in _SCHEMA if "TABLE" in statement}:
+        if schema != {statement.replace("IF NOT EXISTS ", "") for statement in SCHEMA if "TABLE" in statement}:
             raise CorruptError(f"{self.path} has other tables than ragblend makes. {reingest(self.folder)}")
         if self.path.stat().st_size <= _CHECK_AT_OPEN_BYTES:
             # Not quick_check, which skips the indexes: a chunk missing from one would be silently unfindable.
@@ -345,6 +397,7 @@ def _connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
         if not frozen:
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
     except BaseException:
         connection.close()
         raise
@@ -368,18 +421,3 @@ def _translated(folder: Path) -> Iterator[None]:
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             raise RagblendError(f"cannot open or write {folder} ({error}); check its permissions") from error
         raise CorruptError(f"{folder / DATABASE} is damaged ({error}). {reingest(folder)}") from error
-
-
-def _checksum(ordinal: int, start: int, end: int, metadata: str, text: str, vector: bytes) -> int:
-    return zlib.crc32(vector, zlib.crc32(f"{ordinal}\0{start}\0{end}\0{metadata}\0{text}".encode()))
-
-
-def _columns(
-    chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
-) -> tuple[object, ...]:
-    """The row of the chunks table for one chunk."""
-    metadata = json.dumps(dict(chunk.metadata), default=str)
-    data = vector.astype("<f4").tobytes()
-    checksum = _checksum(ordinal, chunk.start, chunk.end, metadata, chunk.text, data)
-    place = (int(chunk.id, 16) & (2**63 - 1), chunk.id, document, ordinal, chunk.start, chunk.end)
-    return (*place, chunk.text, metadata, chunk.metadata.get("num_tokens"), data, checksum, generation)

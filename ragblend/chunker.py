@@ -7,6 +7,7 @@ and takes LangChain or LlamaIndex splitters without importing either. Knows noth
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 from bisect import bisect_right
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ragblend.documents import Document, ReadFailure, iter_documents, load_documents
+from ragblend.documents import Document, iter_documents, load_documents
 from ragblend.errors import UsageError
+from ragblend.folders import ReadFailure
 from ragblend.segments import Chunk
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "iter_documents",
     "load_documents",
     "split",
+    "version_of",
 ]
 
 
@@ -167,7 +170,39 @@ def adapt_splitter(splitter: Any) -> Splitter:
         )
     # With overlap a piece may begin inside the one before; without, searching from its end keeps repeats apart.
     overlap = getattr(splitter, "_chunk_overlap", getattr(splitter, "chunk_overlap", None))
-    return lambda document: _place(document, cut(document), from_end=overlap == 0)
+    return _Adapted(cut, overlap == 0, _described(splitter))
+
+
+def version_of(splitter: Splitter) -> str:
+    """What tells a splitter from one that cuts otherwise: its `version` if it has one, else its name."""
+    named = getattr(splitter, "version", None) or getattr(splitter, "__qualname__", None) or type(splitter).__qualname__
+    return str(named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """Somebody else's splitter as a Splitter. `version`: its name and its settings."""
+
+    cut: Callable[[Document], Iterable[Any]]
+    from_end: bool
+    version: str
+
+    def __call__(self, document: Document, /) -> list[Chunk]:
+        """Chunks of one document."""
+        return _place(document, self.cut(document), from_end=self.from_end)
+
+
+def _described(splitter: Any) -> str:
+    """A splitter's class and those of its settings that are plain values."""
+    plain = (str, int, float, bool, type(None))
+    settings = {
+        name.lstrip("_"): value
+        for name, value in sorted(getattr(splitter, "__dict__", {}).items())
+        if isinstance(value, plain)
+        or (isinstance(value, list | tuple) and all(isinstance(item, plain) for item in value))
+    }
+    digest = hashlib.blake2b(repr(settings).encode("utf-8", "replace"), digest_size=4).hexdigest()
+    return f"{type(splitter).__name__} {digest}" if settings else type(splitter).__name__
 
 
 def _piece_maker(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:

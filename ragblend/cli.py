@@ -24,6 +24,7 @@ from ragblend.cli_store import gc, pin, push, stats, unpin, verify
 from ragblend.cli_support import (
     BackendOption,
     DeviceOption,
+    DocumentArgument,
     DtypeOption,
     EmbedderOption,
     IndexOption,
@@ -46,6 +47,7 @@ from ragblend.cli_support import (
     SystemOption,
     TemperatureOption,
     answer_question,
+    count_of,
     embedder_name,
     err,
     generation_options,
@@ -88,8 +90,13 @@ def ingest(
     index: IndexOption = None,
     store: StoreOption = None,
     remote: RemoteOption = None,
-    chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Most tokens per chunk.")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option("--chunk-size", help="Most tokens per chunk; else the index's own, 512 in a new one.")
+    ] = None,
     glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
+    keep_missing: Annotated[
+        bool, typer.Option("--keep-missing", help="Drop nothing: keep documents whose files or records are gone.")
+    ] = False,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
     neighbour_kv: NeighbourKvOption = None,
     embedder: EmbedderOption = None,
@@ -101,7 +108,10 @@ def ingest(
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was."""
+    """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
+
+    Run again later, it follows: edited documents are replaced, those whose file or record is gone are dropped.
+    """
     settings = settings_from(locals())
     from ragblend.precompute import ingest as run
 
@@ -113,6 +123,7 @@ def ingest(
             chunk_size=settings.chunk_size,
             glob=glob,
             precompute=precompute,
+            keep_missing=keep_missing,
             neighbour_kv=settings.neighbour_kv,
             embedder=embedder_name(settings),
             progress=progress,
@@ -163,7 +174,7 @@ def precompute(
 
 @app.command()
 def remove(
-    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    document: DocumentArgument,
     model: ModelOption = None,
     backend: BackendOption = None,
     index: IndexOption = None,
@@ -174,14 +185,17 @@ def remove(
     dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Forget a document: its chunks in the index, and their KV unless another document shares the text."""
+    """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
+    the next `ingest` of its folder."""
     settings = settings_from(locals())
-    from ragblend.precompute import remove_document
+    from ragblend.precompute import find_documents, remove_documents
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
-        num_chunks, num_kv = remove_document(document, engine, opened)
-    facts = {"document": document, "num_chunks": num_chunks, "num_kv": num_kv}
-    print_result(facts, f"{document}: {num_chunks} chunks and {num_kv} KV caches removed", json_)
+        sources = find_documents(document, opened)
+        num_chunks, num_kv = remove_documents(sources, engine, opened)
+    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
+    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"
+    print_result(facts, text, json_)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import typer
 
 from ragblend.cli_support import (
     BackendOption,
+    DocumentArgument,
     DtypeOption,
     IndexOption,
     JsonOption,
@@ -17,6 +18,8 @@ from ragblend.cli_support import (
     RemoteOption,
     StoreOption,
     SystemOption,
+    count_of,
+    listed,
     open_engine,
     open_index_of,
     print_result,
@@ -51,7 +54,7 @@ def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOpti
 
 
 def pin(
-    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    document: DocumentArgument,
     model: ModelOption = None,
     index: IndexOption = None,
     store: StoreOption = None,
@@ -60,28 +63,35 @@ def pin(
     dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Keep a document's KV: no budget evicts it, until `unpin`. Ingested again, its new chunks are kept."""
+    """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
     settings = settings_from(locals())
-    from ragblend.precompute import pin_document
+    from ragblend.precompute import find_documents, pin_document
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
-        num_chunks, num_stored = pin_document(document, engine, opened)
-    facts = {"document": document, "num_chunks": num_chunks, "num_stored": num_stored}
-    print_result(facts, f"{document}: {num_chunks} chunks pinned, KV of {num_stored} stored", json_)
+        sources = find_documents(document, opened)
+        pinned = [pin_document(source, engine, opened) for source in sources]
+    num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
+    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
+    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks pinned, KV of {num_stored} stored"
+    print_result(facts, text, json_)
 
 
 def unpin(
-    document: Annotated[str, typer.Argument(help="A source as `stats` lists it.")],
+    document: DocumentArgument,
     store: StoreOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Let a document's KV be evicted again."""
+    """Let documents' KV be evicted again."""
     settings = settings_from(locals())
     from ragblend.engine.disk import DiskStore
+    from ragblend.folders import file_of, named
 
-    was_pinned = DiskStore(settings.store, create=False).unpin(document)
-    text = f"{document}: {'no longer pinned' if was_pinned else 'was not pinned'}"
-    print_result({"document": document, "was_pinned": was_pinned}, text, json_)
+    disk = DiskStore(settings.store, create=False)
+    sources = named(document, [(source, file_of(source)) for source in disk.pins()])
+    for source in sources:
+        disk.unpin(source)
+    text = f"{document}: {count_of(sources, 'document')} no longer pinned" if sources else f"{document} was not pinned"
+    print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
 def stats(
@@ -91,6 +101,7 @@ def stats(
     settings = settings_from(locals())
     from ragblend.engine.disk import DiskStore
     from ragblend.engine.store import format_bytes
+    from ragblend.folders import shown
     from ragblend.index import open_index
 
     disk = DiskStore(settings.store, create=False)
@@ -109,6 +120,7 @@ def stats(
         "embedder": manifest.embedder,
         "tokenizer": manifest.tokenizer,
         "chunk_size": manifest.chunk_size,
+        "chunker": manifest.chunker,
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
@@ -122,13 +134,13 @@ def stats(
     }
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
     lines = [
-        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunk_size} "
-        f"tokens of {manifest.tokenizer}, embedded by {manifest.embedder}",
+        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
+        f"{manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
-        *([f"pinned: {', '.join(sorted(disk.pins()))}"] if disk.pins() else []),
+        *([f"pinned: {listed(map(shown, sorted(disk.pins())), 20)}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
-        *(f"  {source}" for source in sources[:20]),
+        *(f"  {shown(source)}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
     print_result(facts, "\n".join(lines), json_)
@@ -172,7 +184,9 @@ def gc(
     index: IndexOption = None,
     store: StoreOption = None,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Also drop KV of chunks no longer indexed.")] = False,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Also drop KV, texts and pins of what is no longer indexed.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json_: JsonOption = False,
 ) -> None:
@@ -186,4 +200,7 @@ def gc(
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
+    if orphans:
+        gone = "would go" if dry_run else "gone"
+        text += f"; {count_of(result.texts, 'registered text')} and {count_of(result.pins, 'pin')} {gone}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)

@@ -31,7 +31,7 @@ from ragblend.config import Settings, load_settings
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ragblend.engine.protocols import Engine, KVStore
     from ragblend.index import ChunkIndex, SearchHit
@@ -46,6 +46,7 @@ out = Console(highlight=False, soft_wrap=True)
 # -- options
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a Hugging Face id or a local path.")]
+DocumentArgument = Annotated[str, typer.Argument(help="A file, a folder, or a record (data.jsonl#3).")]
 BackendOption = Annotated[
     str | None, typer.Option("--backend", help="transformers, vllm, or a server's http://HOST:PORT (ragblend serve).")
 ]
@@ -303,30 +304,59 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
     """The retrieved chunks, one line each."""
+    from ragblend.folders import shown
+
     for number, hit in enumerate(hits, start=1):
         chunk = hit.chunk
         text = " ".join(chunk.text.split())
-        shown = text if len(text) <= 160 else text[:157] + "..."
-        out.print(f"[{number}] {chunk.source}:{chunk.start}-{chunk.end} ({hit.score:.2f}) {shown}", markup=False)
+        text = text if len(text) <= 160 else text[:157] + "..."
+        place = f"{shown(chunk.source)}:{chunk.start}-{chunk.end}"
+        out.print(f"[{number}] {place} ({hit.score:.2f}) {text}", markup=False)
 
 
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """What an ingestion did and cost."""
     from ragblend.engine.store import format_bytes
+    from ragblend.folders import shown
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
         where = f"store of {settings.backend}: {format_bytes(report.new_kv_bytes)} more"
+    skipped = [f"{shown(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "
         f"{report.num_tokens} tokens",
+        *([f"gone: {listed(map(shown, report.removed))}"] if report.removed else []),
+        *([f"{report.num_removed_kv} KV caches of what is changed or gone removed"] if report.num_removed_kv else []),
         f"{report.num_new_kv} chunks prefilled in {report.prefill_s:.1f} s, {report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *(f"not read: {failure.path}: {failure.reason}" for failure in report.failures),
+        *([f"{len(report.skipped)} files are no documents: {listed(skipped)}"] if skipped else []),
+        *([f"left out by .gitignore: {listed(map(shown, report.ignored))}"] if report.ignored else []),
+        *(f"not read: {shown(failure.path)}: {failure.reason}" for failure in report.failures),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first few names, and how many there are more.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more (--json lists all)'
+    """
+    every = list(names)
+    more = f" and {len(every) - most} more (--json lists all)" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def count_of(items: Sequence[Any], what: str) -> str:
+    """How many there are of something.
+
+    >>> count_of(["a"], "document"), count_of([], "document")
+    ('1 document', '0 documents')
+    """
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
 
 
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:

@@ -32,7 +32,7 @@ class Settings:
     eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
     quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
     kv_dtype: str = "auto"  # how new KV is stored: auto (as computed), int8, fp8
-    chunk_size: int = 512  # tokens of the LLM's own tokenizer
+    chunk_size: int | None = None  # tokens of the LLM's own tokenizer; None: the index's own, 512 for a new one
     neighbour_kv: bool = False  # ingest: also keep each chunk's KV as computed behind the chunk before it
     k: int = 6  # chunks retrieved per question
     neighbours: int = 0  # chunks added before and after each hit, from the same document
@@ -54,7 +54,7 @@ class Settings:
         if not 0 <= self.shadow <= 1:
             raise UsageError(f"shadow is {self.shadow}; choose 0 (off) to 1 (full prefill beside every request)")
         for name in ("chunk_size", "k", "max_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
         if self.neighbours < 0:
             raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")

@@ -1,7 +1,7 @@
 """Files -> documents: text, Markdown, HTML, CSV, JSON, JSON lines and PDF, one at a time or folder by folder.
 
-Tells text from garbage and names the remedy for what it cannot read. Knows nothing about tokens, chunks or models.
-Read `iter_documents` first; the readers below it are one function per format.
+Tells text from garbage and names the remedy for what it cannot read. Knows nothing about tokens, chunks or models;
+`folders` knows which files there are. Read `iter_documents` first; the readers below it are one function per format.
 """
 
 from __future__ import annotations
@@ -12,22 +12,36 @@ import io
 import json
 import logging
 import re
+import stat
+import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
+from importlib import metadata
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from ragblend.errors import EmptyCorpusError, NotFoundError, UnreadableDocumentError, UsageError
+from ragblend.errors import EmptyCorpusError, NotADocumentError, UnreadableDocumentError
+from ragblend.folders import ReadFailure, Walk, printable, shown, walk
 
 logger = logging.getLogger(__name__)
+
+READERS_VERSION = 1
+"""To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
+
+NO_FILE = "is a link to a file that is not there; restore it, or remove the link"
+_PEEK_BYTES = 8192  # enough to tell a picture from a text without reading all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with a name. `source` is unique within a corpus; equal texts under two sources are fine."""
+    """One text with a name. `source` is unique within a corpus; equal texts under two sources are fine.
+
+    What is read from a file has its absolute path (`folders.normal_path`), and `#record` or `#record.passage`, counted
+    from 0, for files that hold several.
+    """
 
     text: str
     source: str = ""
@@ -40,85 +54,146 @@ class Document:
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
 
-class ReadFailure(NamedTuple):
-    """A file that could not be read as text, and why, with the way out."""
+class Skipped(NamedTuple):
+    """A file in a folder that is no document: empty, a picture, a program, a configuration; and how that was told."""
 
     path: str
     reason: str
 
 
-def load_documents(path: str | Path, *, glob: str = "*", root: str | Path | None = None) -> list[Document]:
+@dataclass(slots=True)
+class FileContents:
+    """The documents of one file. `failure` says why some of its records could not be read; they are left out."""
+
+    documents: list[Document]
+    failure: str = ""
+    unread: tuple[str, ...] = ()  # what the sources of these records are, or begin with (and then comes a full stop)
+
+    def may_be_unread(self, source: str) -> bool:
+        """Whether a source belongs to a record that could not be read."""
+        return any(source == start or source.startswith(f"{start}.") for start in self.unread)
+
+
+def load_documents(path: str | Path, *, glob: str = "*") -> list[Document]:
     """Every document of one file or folder; all or nothing.
 
-    Raises NotFoundError (no such path), UnreadableDocumentError (the first file that is no text) and
+    Raises NotFoundError (no such path), UnreadableDocumentError (the first file that should be text and is not) and
     EmptyCorpusError (a folder where nothing matches `glob`). To go on after a bad file, use `iter_documents`.
     """
     documents = []
-    for item in iter_documents([path], glob=glob, root=root):
+    for item in iter_documents([path], glob=glob):
         if isinstance(item, ReadFailure):
-            raise UnreadableDocumentError(f"cannot read {item.path}: {item.reason}")
-        documents.append(item)
+            raise UnreadableDocumentError(f"cannot read {shown(item.path)}: {item.reason}")
+        if isinstance(item, Document):
+            documents.append(item)
     if not documents:
         raise EmptyCorpusError(f"{path} holds no file that matches {glob!r}; name another folder or pattern")
     return documents
 
 
-def iter_documents(
-    paths: Iterable[str | Path], *, glob: str = "*", root: str | Path | None = None
-) -> Iterator[Document | ReadFailure]:
-    """Documents of all `paths` in order and a ReadFailure per unreadable file; a missing path raises NotFoundError now.
+def iter_documents(paths: Iterable[str | Path], *, glob: str = "*") -> Iterator[Document | ReadFailure | Skipped]:
+    """Documents of all `paths` in order, and what became of the other files; a missing path raises NotFoundError now.
 
-    Folders are walked recursively, sorted, without hidden files and without following links to folders; `glob` filters
-    inside folders only. A document's `source` is its path below `root` (default: the working folder), absolute
-    when it lies elsewhere, plus `#record` or `#record.passage` (counted from 0) for files that hold several.
+    What folders hold, and in which order, is told by `folders.walk`. In them, a file that is no document is Skipped;
+    one that should be text and is not (by its name: .md, .json, ...), or that was named itself, is a ReadFailure.
     """
-    tops = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    for top in tops:
-        if not top.exists():
-            raise NotFoundError(f"{top} does not exist; check the path you gave to `ragblend ingest`")
-    return _walk(tops, glob, Path.cwd() if root is None else Path(root).resolve())
+    return _documents(walk([paths] if isinstance(paths, str | Path) else paths, glob))
 
 
-def _walk(tops: Sequence[Path], glob: str, root: Path) -> Iterator[Document | ReadFailure]:
-    seen: set[Path] = set()
-    for top in (path.resolve() for path in tops):
-        for path in _files_below(top, glob) if top.is_dir() else [top]:
-            if path in seen:  # `ingest docs docs/a.txt` names one file twice
-                continue
-            seen.add(path)
-            name = (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
-            try:
-                yield from _read(path, name)
-            except UnreadableDocumentError as error:
-                yield ReadFailure(name, str(error))
+def _documents(found: Walk) -> Iterator[Document | ReadFailure | Skipped]:
+    yield from found.unreadable
+    for path in found.files:
+        try:
+            contents = read_documents(path, read_bytes(path))
+        except FileNotFoundError:  # gone since its folder was listed, or a link to nowhere
+            if path in found.named:
+                yield ReadFailure(path, NO_FILE)
+        except NotADocumentError as error:
+            yield (ReadFailure if path in found.named else Skipped)(path, str(error))
+        except UnreadableDocumentError as error:
+            yield ReadFailure(path, str(error))
+        else:
+            yield from contents.documents
+            if contents.failure:
+                yield ReadFailure(path, contents.failure)
 
 
-def _files_below(folder: Path, glob: str) -> list[Path]:
+def read_bytes(path: str) -> bytes:
+    """What a file holds at this moment. Raises FileNotFoundError, and what `read_documents` raises."""
     try:
-        found = [path for path in folder.rglob(glob) if path.is_file()]
-    except (ValueError, NotImplementedError) as error:
-        raise UsageError(f"glob is {glob!r}: {error}; give a relative pattern such as '*.md'") from error
-    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    return sorted(visible, key=lambda path: path.relative_to(folder).parts)
-
-
-def _read(path: Path, name: str) -> list[Document]:
-    """Documents of one file; raises UnreadableDocumentError with reason and remedy."""
-    if not path.is_file():
-        raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
-    try:
-        data = path.read_bytes()
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
+        with Path(path).open("rb") as file:
+            data = file.read(_PEEK_BYTES)
+            if not _is_known(path) and b"\0" in data and not _mark(data):
+                raise NotADocumentError(_BINARY)
+            return data + file.read()
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise UnreadableDocumentError(f"{error.strerror or error}; check its permissions") from error
+
+
+def read_documents(path: str, data: bytes) -> FileContents:
+    """The documents of a file that holds `data`, its format told by the file's name.
+
+    Raises NotADocumentError where there is nothing to read, UnreadableDocumentError with reason and remedy where there
+    should be and nothing can be read.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
     if not data:
-        raise UnreadableDocumentError("is empty (0 bytes); remove it or write it again")
-    reader = _READERS.get(path.suffix.lower(), _read_text)
-    records = [(key, _sound(text), metadata) for key, text, metadata in reader(data)]
-    documents = [Document(text, name + key, metadata) for key, text, metadata in records if text.strip()]
-    if not documents:
-        remedy = "run OCR on it first" if path.suffix.lower() == ".pdf" else "remove it or check its contents"
-        raise UnreadableDocumentError(f"holds no text; {remedy}")
-    return documents
+        raise NotADocumentError("is empty (0 bytes)")
+    try:
+        found = list(_READERS.get(_suffix(path), _read_text)(data))
+    except NotADocumentError:
+        raise
+    except UnreadableDocumentError as error:
+        if _is_known(path):
+            raise
+        raise NotADocumentError(str(error)) from error
+    records = [record for record in found if isinstance(record, Record)]
+    bad = [record for record in found if isinstance(record, BadRecord)]
+    texts = ((record, _sound(record.text)) for record in records)
+    contents = FileContents([Document(text, path + key, extra) for (key, _, extra), text in texts if text.strip()])
+    if bad:
+        reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
+        contents.failure = f"{len(bad)} of {len(found)} records could not be read and are left out: {reasons}"
+        contents.unread = tuple(path + record.key for record in bad)
+        if not records:
+            raise UnreadableDocumentError(f"none of its {len(found)} records can be read: {reasons}")
+    elif not contents.documents:
+        if _suffix(path) == ".pdf":
+            raise UnreadableDocumentError("holds no text; run OCR on it first")
+        raise NotADocumentError("holds no text")
+    return contents
+
+
+def reader_version(path: str) -> str:
+    """What decides, besides a file's bytes, which text is read from it: our readers' version, and others'."""
+    package = {".pdf": "pypdf", ".html": "trafilatura", ".htm": "trafilatura", ".xhtml": "trafilatura"}.get(
+        _suffix(path)
+    )
+    return f"{READERS_VERSION}:{_version_of(package)}" if package else str(READERS_VERSION)
+
+
+@cache
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _suffix(path: str) -> str:
+    return PurePath(path).suffix.lower()
+
+
+def _is_known(path: str) -> bool:
+    """Whether the file's name says that it is text of a kind that is read here."""
+    return _suffix(path) in _READERS or _suffix(path) in _PLAIN
 
 
 def _sound(text: str) -> str:
@@ -127,7 +202,22 @@ def _sound(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-Record = tuple[str, str, dict[str, Any]]  # suffix of the source, text, metadata
+class Record(NamedTuple):
+    """A text in a file. `key` is put behind the file's path to make its source."""
+
+    key: str
+    text: str
+    metadata: dict[str, Any]
+
+
+class BadRecord(NamedTuple):
+    """A place in a file where a text should be and cannot be read."""
+
+    key: str
+    reason: str
+
+
+Found = Iterator[Record | BadRecord]
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xff\xfe\x00\x00", "utf-32"),
@@ -138,12 +228,20 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
+_BINARY = "is a binary file (NUL bytes); convert it to text, HTML or PDF first"
+
+
+def _mark(data: bytes) -> str | None:
+    """The encoding that the data's byte order mark names."""
+    return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
+
+
 def _decode(data: bytes, declared: str = "") -> str:
     """Text of `data`: by its byte order mark, else as `declared`, else UTF-8. No other encoding is guessed:
     latin-1 maps every byte to some character, so it would turn any garbage into a document."""
-    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
+    marked = _mark(data)
     if marked is None and b"\0" in data:
-        raise UnreadableDocumentError("is a binary file (NUL bytes); convert it to text, HTML or PDF first")
+        raise UnreadableDocumentError(_BINARY)
     try:
         text = data.decode(marked or declared or "utf-8-sig")
     except (UnicodeError, LookupError) as error:
@@ -164,14 +262,14 @@ def _decode(data: bytes, declared: str = "") -> str:
     return text
 
 
-def _read_text(data: bytes) -> Iterator[Record]:
-    yield "", _decode(data), {}
+def _read_text(data: bytes) -> Found:
+    yield Record("", _decode(data), {})
 
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 
 
-def _read_html(data: bytes) -> Iterator[Record]:
+def _read_html(data: bytes) -> Found:
     found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
     declared = found[1].decode().lower() if found else ""
     # Browsers read "iso-8859-1" as Windows-1252 (WHATWG Encoding Standard), and pages rely on it for quotes and dashes.
@@ -179,7 +277,7 @@ def _read_html(data: bytes) -> Iterator[Record]:
     parsed = _HtmlText(page)
     extract = _trafilatura_extract()
     text = extract(page, include_comments=False) if extract else None
-    yield "", text or parsed.text, {"title": parsed.title} if parsed.title else {}
+    yield Record("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
 
 
 @cache
@@ -238,83 +336,105 @@ class _HtmlText(HTMLParser):
 _TEXT_FIELDS = ("text", "content", "page_content")
 
 
-def _read_csv(data: bytes) -> Iterator[Record]:
+def _read_csv(data: bytes) -> Found:
     """One document per row when a column is called text, content or page_content; else one, a paragraph per row."""
     text = _decode(data)
     header = text.partition("\n")[0]
     delimiter = max(",;\t|\x1f", key=lambda mark: (header.count(mark), mark == "\x1f"))  # \x1f: a single column
+    limit = csv.field_size_limit(sys.maxsize >> 32)  # 128 KiB otherwise: less than a document may have
     try:
         rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restkey="", restval=""))
     except csv.Error as error:
         raise UnreadableDocumentError(f"is not CSV ({error}); repair it or rename it to .txt") from error
-    wide = next((number for number, row in enumerate(rows) if "" in row and isinstance(row[""], list)), None)
-    if wide is not None:
-        raise UnreadableDocumentError(
-            f"row {wide} has more fields than the header; quote the {delimiter!r} in its text"
-        )
+    finally:
+        csv.field_size_limit(limit)
+    wide = {number for number, row in enumerate(rows) if "" in row and isinstance(row[""], list)}
     column = next((name for name in (rows[0] if rows else ()) if name.strip().lower() in _TEXT_FIELDS), None)
+    remedy = f"has more fields than the header; quote the {delimiter!r} in its text"
     if column is None:
+        if wide:
+            raise UnreadableDocumentError(f"row {min(wide) + 1} {remedy}")
         lines = ("; ".join(f"{name}: {value}" for name, value in row.items() if value) for row in rows)
-        yield "", "\n\n".join(lines), {}
+        yield Record("", "\n\n".join(lines), {})
         return
     for number, row in enumerate(rows):
-        yield f"#{number}", row[column], {name: value for name, value in row.items() if name and name != column}
+        if number in wide:
+            yield BadRecord(f"#{number}", f"row {number + 1} {remedy}")
+            continue
+        others = {name: value for name, value in row.items() if name and name != column}
+        yield Record(f"#{number}", row[column], others)
 
 
-def _read_json(data: bytes) -> Iterator[Record]:
+def _read_json(data: bytes) -> Found:
     try:
         value = json.loads(_decode(data))
     except (ValueError, RecursionError) as error:
         raise UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt") from error
     if isinstance(value, list):
         for number, record in enumerate(value):
-            yield from _record(record, f"#{number}", ".")
-    else:
+            yield from _listed(record, number, f"item {number + 1}")
+        return
+    try:
         yield from _record(value, "", "#")
+    except NotADocumentError as error:  # a configuration, most often
+        raise NotADocumentError(f"its value {error}") from error
 
 
-def _read_jsonl(data: bytes) -> Iterator[Record]:
-    lines = [line for line in _decode(data).split("\n") if line.strip()]  # splitlines() would cut inside JSON strings
-    for number, line in enumerate(lines):
+def _read_jsonl(data: bytes) -> Found:
+    number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
+    for line_number, line in enumerate(_decode(data).split("\n"), start=1):  # splitlines() would cut inside strings
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UnreadableDocumentError(
-                f"record {number} is not JSON ({error}); put one value on each line"
-            ) from error
-        yield from _record(record, f"#{number}", ".")
+            reason = f"line {line_number} is not JSON ({error}); put one value on each line"
+            yield BadRecord(f"#{number}", reason)
+        else:
+            yield from _listed(record, number, f"line {line_number}")
+        number += 1
+
+
+def _listed(value: Any, number: int, place: str) -> Found:
+    """Documents of one of several JSON values."""
+    try:
+        yield from _record(value, f"#{number}", ".")
+    except UnreadableDocumentError as error:
+        yield BadRecord(f"#{number}", f"{place} {error}")
 
 
 def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
     """Documents of one JSON value: a string, {text: ...}, {ctxs: [...]} (MuSiQue) or {"0": ..., ...} (CacheBlend)."""
     if isinstance(value, str):
-        yield key, value, {}
+        yield Record(key, value, {})
         return
     if isinstance(value, dict):
         if isinstance(value.get("ctxs"), list):
             # Question and answers stay out of the metadata: they belong to the record, not to the passage.
             for number, passage in enumerate(value["ctxs"]):
-                yield from _record(passage, f"{key}{joint}{number}", ".")
+                try:
+                    yield from _record(passage, f"{key}{joint}{number}", ".")
+                except NotADocumentError as error:
+                    raise UnreadableDocumentError(f"has a passage {number + 1} that {error}") from error
             return
         name = next((name for name in _TEXT_FIELDS if isinstance(value.get(name), str)), None)
         if name is not None:
             extra = value.get("metadata")
             fields = {key: item for key, item in value.items() if key not in {name, "metadata"}}
-            yield key, value[name], {**fields, **(extra if isinstance(extra, dict) else {})}
+            yield Record(key, value[name], {**fields, **(extra if isinstance(extra, dict) else {})})
             return
         numbered = [name for name in value if name.isdecimal() and isinstance(value[name], str)]
         if numbered:
             for name in sorted(numbered, key=int):
-                yield f"{key}{joint}{name}", value[name], {}
+                yield Record(f"{key}{joint}{name}", value[name], {})
             return
-    where = f"record {key[1:]}" if key else "its value"
-    raise UnreadableDocumentError(
-        f"{where} is neither a string nor an object with one of {', '.join(_TEXT_FIELDS)}, ctxs or numbered passages; "
+    raise NotADocumentError(
+        f"is neither a string nor an object with one of {', '.join(_TEXT_FIELDS)}, ctxs or numbered passages; "
         "rename the field that holds the text"
     )
 
 
-def _read_pdf(data: bytes) -> Iterator[Record]:
+def _read_pdf(data: bytes) -> Found:
     try:
         from pypdf import PdfReader
     except ImportError as error:
@@ -325,10 +445,11 @@ def _read_pdf(data: bytes) -> Iterator[Record]:
         raise UnreadableDocumentError(
             f"is a damaged or locked PDF ({error or type(error).__name__}); repair it or save it without a password"
         ) from error
-    yield "", "\n\n".join(pages), {"num_pages": len(pages)}
+    yield Record("", "\n\n".join(pages), {"num_pages": len(pages)})
 
 
-_READERS: dict[str, Callable[[bytes], Iterator[Record]]] = {
+_PLAIN = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
+_READERS: dict[str, Callable[[bytes], Found]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     **dict.fromkeys((".jsonl", ".ndjson"), _read_jsonl),

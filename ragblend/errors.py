@@ -74,3 +74,7 @@ class EmptyCorpusError(RagblendError):
 
 class UnreadableDocumentError(RagblendError):
     """One document that could not be read as text; ingestion reports it and goes on."""
+
+
+class NotADocumentError(UnreadableDocumentError):
+    """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""

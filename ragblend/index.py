@@ -24,7 +24,8 @@ import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.chunkdb import DATABASE, SCHEMA_VERSION, ChunkDatabase, DocumentChange, Row, reingest
+from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
+from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, FileNote, Leftovers, Row, text_hash
 from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
@@ -46,7 +47,7 @@ class SearchHit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What made the index. `generation` counts its changes; chunk size (tokens) and tokenizer are the creator's."""
+    """What made the index. `generation` counts its changes; chunk size (tokens) and splitter are the latest used."""
 
     schema_version: int
     embedder: str
@@ -58,11 +59,12 @@ class Manifest:
     num_documents: int
     num_chunks: int
     vectors_sha256: str
+    splitter: str = ""  # somebody else's, that cut instead
 
     @property
     def chunker(self) -> str:
         """What the index was cut with, as calibrations name it."""
-        return f"{self.chunk_size} tokens"
+        return self.splitter or f"{self.chunk_size} tokens"
 
 
 def open_index(
@@ -88,10 +90,15 @@ def open_index(
         raise CorruptError(f"{folder / DATABASE} is missing. {reingest(folder)}")
     if not create:
         raise NotFoundError(f"no index at {folder}; make one: ragblend ingest DOCS --index {folder}")
-    chosen = load_embedder(embedder) if isinstance(embedder, str) else embedder or default_embedder()
-    facts = {"embedder": chosen.name, "dim": chosen.dim, "chunk_size": chunk_size}
+    chosen = load_embedder(_place(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
+    facts = {"embedder": chosen.name, "dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
     return ChunkIndex(ChunkDatabase.create(folder, facts), chosen, is_new=True)
+
+
+def _place(embedder: str) -> str:
+    """The name of an embedder; a folder's is the same from every working folder."""
+    return str(Path(embedder).resolve()) if Path(embedder).is_dir() else embedder
 
 
 class ChunkIndex:
@@ -153,6 +160,21 @@ class ChunkIndex:
         with self._db.reading():
             return self._db.sources(status)
 
+    def documents(self) -> dict[str, dict[str, str]]:
+        """Content hashes by source of all documents, by the file that holds them; "" for those without one."""
+        with self._db.reading():
+            return self._db.documents()
+
+    def files(self) -> dict[str, FileNote]:
+        """What is noted of the files that documents came from, by path."""
+        with self._db.reading():
+            return {note.path: note for note in self._db.files()}
+
+    def leftovers(self) -> Leftovers:
+        """What documents had that are gone or changed, and nothing here has now. `forgetting.sweep` deletes it."""
+        with self._db.reading():
+            return self._db.leftovers()
+
     def document_hash(self, source: str) -> str | None:
         """The content hash a document was added with; None when it is not here. The same hash: nothing to do."""
         with self._db.reading():
@@ -193,23 +215,34 @@ class ChunkIndex:
         vectors: ArrayLike | None = None,
         *,
         status: str = "indexed",
+        file: str = "",
     ) -> DocumentChange:
         """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
 
         vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
-        `source`, or UsageError. `vectors.faiss` follows at `save`.
+        `source`, or UsageError. `file`: what it was read from, if it was. `vectors.faiss` follows at `save`.
         """
         foreign = next((chunk.source for chunk in chunks if chunk.source != source), None)
         if foreign is not None:
             raise UsageError(f"a chunk of {foreign!r} was given to document {source!r}; give each document its own")
         if vectors is None:
-            with self._embedder_lock:
-                vectors = self.embedder.embed([chunk.text for chunk in chunks])
+            vectors = self.embed([chunk.text for chunk in chunks])
         rows = self._unit_rows(vectors, len(chunks))
         items = {chunk.id: (chunk, row) for chunk, row in zip(chunks, rows, strict=True)}
-        change = self._db.replace(source, content_hash, status, items)
+        change = self._db.replace(source, content_hash, status, items, file)
         self._changed = True
         return change
+
+    def embed(self, texts: Sequence[str]) -> FloatArray:
+        """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again."""
+        with self._db.reading():
+            stored = self._db.vectors(texts)
+        missing = list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
+        with self._embedder_lock:
+            made = self._unit_rows(self.embedder.embed(missing) if missing else (), len(missing))
+        fresh = dict(zip(missing, made, strict=True))
+        rows = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
+        return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)
 
     def remove_document(self, source: str) -> list[Chunk]:
         """Forget a document; returns the chunks it had, without metadata. Raises NotFoundError when it is not here."""
@@ -217,9 +250,27 @@ class ChunkIndex:
         self._changed = True
         return removed
 
-    def set_status(self, source: str, status: str) -> None:
-        """Note how far a document has come, such as "precomputed". Raises NotFoundError when it is not here."""
-        self._db.set_status(source, status)
+    def set_status(self, sources: str | Iterable[str], status: str) -> None:
+        """Note how far documents have come, such as "precomputed". Raises NotFoundError when one is not here."""
+        self._db.set_status([sources] if isinstance(sources, str) else sources, status)
+
+    def note_files(self, notes: Iterable[FileNote]) -> None:
+        """Note what was read of files, each in place of its older note; one that holds no document is not kept."""
+        self._db.note_files(notes)
+
+    def set_chunker(self, chunk_size: int, splitter: str = "") -> None:
+        """Note how documents are cut from now on: tokens per chunk, or the splitter that cuts instead."""
+        self._db.set_facts(chunk_size=chunk_size, splitter=splitter)
+        self._changed = True
+
+    def drop_leftovers(self, leftovers: Leftovers) -> None:
+        """Note that nothing is left of these."""
+        self._db.drop_leftovers(leftovers.last_id)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the search files have all that was changed here."""
+        return not self._changed
 
     def save(self) -> None:
         """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds."""
@@ -289,15 +340,27 @@ class ChunkIndex:
             self._catch_up()
             if not self._vectors.ntotal:
                 return []
-            scores, ids = self._vectors.search(vector, min(k, self._vectors.ntotal))  # [1, k] each
-            score_of = dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+            score_of = self._nearest(vector, k)
             found = self._db.rows("id", list(score_of))
-            found.sort(key=lambda row: (-score_of[row.id], row.document, row.ordinal))
+            found.sort(key=lambda row: (-score_of[row.id], row.source, row.ordinal))
             placed = self._with_neighbours(found, score_of, neighbours)
         if order == "document":
             turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row in found))}
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
+
+    def _nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
+        """Row ids and scores of the `k` nearest to `vector` [1, dim]. Of equals the same are taken whatever came first:
+        an index that followed its folder answers as one that is new."""
+        total = self._vectors.ntotal
+        wanted, asked = min(k, total), min(2 * k + 8, total)
+        while True:
+            scores, ids = (found[0] for found in self._vectors.search(vector, asked))  # [asked], best first
+            if asked == total or scores[-1] < scores[wanted - 1]:
+                break
+            asked = min(8 * asked, total)  # equals reach beyond what was asked for
+        best = np.lexsort((ids, -scores))[:wanted]
+        return dict(zip(ids[best].tolist(), scores[best].tolist(), strict=True))
 
     def _with_neighbours(
         self, found: list[Row], score_of: dict[int, float], distance: int
@@ -322,7 +385,7 @@ class ChunkIndex:
         return self._unit_rows(np.reshape(vector, (1, -1)), 1)
 
     def _unit_rows(self, vectors: ArrayLike, num_rows: int) -> FloatArray:
-        """A copy [num_rows, dim] with rows of length 1; rows of zeros stay."""
+        """A copy [num_rows, dim] with rows of length 1; rows of zeros stay, and what is 1 but for rounding."""
         rows, dim = np.array(vectors, np.float32), self._made_by.dim
         if num_rows == 0 and rows.size == 0:
             return rows.reshape(0, dim)
@@ -334,7 +397,7 @@ class ChunkIndex:
         if not np.isfinite(rows).all():
             raise UsageError("vectors hold NaN or infinity; check the embedder")
         lengths = np.linalg.norm(rows, axis=1, keepdims=True)  # [num_rows, 1]
-        np.divide(rows, lengths, out=rows, where=lengths > 0)
+        np.divide(rows, lengths, out=rows, where=(lengths > 0) & (abs(lengths - 1) > 1e-6))
         return rows
 
     # --- the search structure ---
@@ -419,15 +482,17 @@ class ChunkIndex:
             num_documents=self._db.num_documents(),
             num_chunks=self._db.num_chunks(),
             vectors_sha256=self._vectors_sha256,
+            splitter=facts.get("splitter", ""),
         )
 
     def _check_embedder(self, embedder: Embedder | str) -> None:
         made_by = self._made_by
-        name, dim = (embedder, made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
+        name, dim = (_place(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
         if (name, dim) != (made_by.embedder, made_by.dim):
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); use that one, or make another index: ragblend ingest DOCS --index NEW_PATH"
+                f"(dim {dim}); leave --embedder out to use that one, or make another index: ragblend ingest DOCS "
+                "--index NEW_PATH (stored KV is found, not recomputed)"
             )
 
 

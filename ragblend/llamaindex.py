@@ -267,8 +267,9 @@ def _node(hit: SearchHit) -> NodeWithScore:
 class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of the nodes that come by, and passes them on unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. The pipeline's own cache skips nodes it has seen with
-    the same model.
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A document that comes again under its id, changed,
+    takes the place of what it was: KV and texts that it alone had are dropped. Of deletions a pipeline says nothing;
+    for them there is `delete_ref_doc`. The pipeline's own cache skips nodes it has seen with the same model.
     """
 
     llm: Any = Field(exclude=True)
@@ -280,8 +281,9 @@ class BlendIngestion(TransformComponent):
         self.fingerprint = getattr(self.llm, "engine", self.llm).fingerprint
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute `nodes`."""
-        precompute_and_register(nodes, self.llm)
+        """Precompute `nodes`, all of each document that is among them."""
+        names = [f"llamaindex/{node.ref_doc_id}" if node.ref_doc_id else "" for node in nodes]
+        precompute_and_register(nodes, self.llm, names)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

@@ -9,13 +9,13 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.config import Settings
-from ragblend.engine.disk import DiskStore, GcResult
+from ragblend.engine.disk import DiskStore
 from ragblend.engine.protocols import Engine
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import format_bytes
@@ -27,8 +27,10 @@ from ragblend.errors import (
     RagblendError,
     StoreFullError,
 )
+from ragblend.forgetting import keys_without
 from ragblend.index import ChunkIndex, open_index
 from ragblend.precompute import Progress, disk_store, precompute_chunks
+from ragblend.registry import registry_of
 from ragblend.segments import Segmenter
 
 
@@ -66,9 +68,7 @@ def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
             report.index_problems = list(opened.check())
             used = _ids_in_use(opened)
             if used is not None:
-                report.orphans = sum(
-                    entry.header.token_ids not in used for entry in disk.entries() if entry.header.prefix_ids
-                )
+                report.orphans = sum(1 for _ in _orphans(disk, used))
     except NotFoundError:
         pass  # a store can be used without an index, by the framework adapters
     except CorruptError as error:
@@ -88,25 +88,54 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return precompute_chunks(list(index.chunks()), engine, progress).num_new_kv
 
 
+class Garbage(NamedTuple):
+    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
+
+    evicted: tuple[str, ...]
+    num_quarantined: int
+    num_temp_files: int
+    freed_bytes: int
+    kept_bytes: int
+    texts: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+
+
 def collect_garbage(
     store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
-) -> GcResult:
-    """Remove leftovers and damaged files; with `index` also KV of chunks it no longer has; then beyond `max_bytes`."""
+) -> Garbage:
+    """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
+
+    That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
+    their registered texts and the pins of their documents: whatever is not this index's.
+    """
     disk = DiskStore(store, create=False)
-    keep: Callable[[str], bool] | None = None
-    if index is not None:
-        with open_index(index) as opened:
-            used = _ids_in_use(opened)
+    if index is None:
+        return Garbage(*disk.gc(max_bytes, None, dry_run))
+    with open_index(index) as opened, registry_of(disk) as registry:
+        used = _ids_in_use(opened)
         if used is None:
             raise RagblendError(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
                 "run gc without --orphans, or make the model available"
             )
-        wanted = {
-            entry.key for entry in disk.entries() if entry.header.token_ids in used or not entry.header.prefix_ids
-        }
-        keep = wanted.__contains__
-    return disk.gc(max_bytes, keep, dry_run)
+        unwanted = set(_orphans(disk, used))
+        result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
+        kept = {text.strip() for _, text in opened.texts()}
+        texts = tuple(text for text in registry.texts() if text not in kept)
+        # A pin that somebody made by hand, of chunks that are wanted, stays.
+        named, wanted = set(opened.sources()), set(disk.keys()) - unwanted
+        pins = tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
+        if not dry_run:
+            registry.remove(texts)
+            for name in pins:
+                disk.unpin(name)
+    return Garbage(*result, texts, pins)
+
+
+def _orphans(disk: DiskStore, used: set[tuple[int, ...]]) -> Iterator[str]:
+    """Keys of chunks' KV that no chunk in use needs."""
+    entries = (entry for entry in disk.entries() if entry.header.prefix_ids)
+    return keys_without(entries, lambda ids: ids not in used)
 
 
 class PushReport(NamedTuple):

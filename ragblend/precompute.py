@@ -1,13 +1,15 @@
 """Documents to an index and a store of precomputed KV: chunk, embed, prefill. Idempotent, resumable, reported.
 
-Read `ingest` first. Whatever was finished before an interruption is not done again: documents are known by the hash
-of their content, chunks by the key of their KV. Knows the index, the chunker and the Engine protocol; no framework.
+Read `ingest` first. Whatever was finished before an interruption is not done again: files and documents are known by
+the hash of their content, chunks by the key of their KV. Knows the index, the chunker and the Engine protocol; no
+framework.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -15,32 +17,37 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.chunker import Document, ReadFailure, Splitter, iter_documents, split
-from ragblend.engine.disk import DiskStore
+from ragblend.chunker import ReadFailure, Splitter, split, version_of
+from ragblend.documents import Skipped
 from ragblend.engine.protocols import Engine
-from ragblend.engine.store import Pins, TieredStore, format_bytes, kv_dtype_of
+from ragblend.engine.store import Pins, format_bytes, kv_dtype_of
 from ragblend.errors import (
+    BackendUnreachableError,
     EmptyCorpusError,
     NotFoundError,
     StoreFullError,
     StoreMismatchError,
     UsageError,
 )
+from ragblend.folders import named, shown, walk
+from ragblend.following import Cut, follow, moved_from
+from ragblend.following import Progress as Progress
+from ragblend.forgetting import disk_store as disk_store
+from ragblend.forgetting import forget_texts, registry_for, store_folders, sweep
 from ragblend.index import ChunkIndex, open_index
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.rewriting import count_others, prefill_again, round_known
 from ragblend.segments import Chunk
 
-Progress = Callable[[str, int, int | None], None]
-"""Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
+logger = logging.getLogger(__name__)
 
-_EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
-_SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
+DEFAULT_CHUNK_TOKENS = 512
+"""Of an index that is new, where nobody said otherwise."""
 
 
 @dataclass(slots=True)
 class IngestReport:
-    """What ingestion changed and what the store costs. `num_new_kv` chunks were prefilled now."""
+    """What ingestion changed and what the store costs. `num_new_kv` chunks were prefilled now. All paths absolute."""
 
     num_documents: int = 0
     num_unchanged: int = 0
@@ -56,11 +63,16 @@ class IngestReport:
     store_bytes: int = 0  # the whole store on disk
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
+    num_removed_kv: int = 0  # KV of chunks that were changed or removed, and of what was computed behind them
+    removed: list[str] = field(default_factory=list)  # documents that are gone
     failures: list[ReadFailure] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)  # files that are no documents
+    ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
-        return {**asdict(self), "failures": [failure._asdict() for failure in self.failures]}
+        lists = {name: [item._asdict() for item in getattr(self, name)] for name in ("failures", "skipped")}
+        return {**asdict(self), **lists}
 
 
 def ingest(
@@ -68,50 +80,79 @@ def ingest(
     engine: Engine,
     index: ChunkIndex | str | Path,
     *,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
     splitter: Splitter | None = None,
     glob: str = "*",
     precompute: bool = True,
     neighbour_kv: bool = False,
+    keep_missing: bool = False,
     embedder: str | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> IngestReport:
     """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that the store does not hold.
 
-    chunk_size: most tokens per chunk, in the engine's own tokenizer. `splitter` cuts instead
-    (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). `neighbour_kv` also keeps each chunk's KV as computed
-    behind the chunk before it: twice the prefill and the store, for answers closer to full prefill where retrieval
-    brings both. Files that are no text are listed in `report.failures` and skipped. Raises EmptyCorpusError when
-    nothing at all could be read, StoreFullError before prefilling when the forecast does not fit the disk,
-    StoreMismatchError for another model's index.
+    Run again, it follows its files and folders: what is edited is replaced, and documents whose file or record is gone
+    are dropped with their KV, registered texts and pins, unless `keep_missing`. Only what came from `paths` is, and
+    nothing that `glob` leaves out or that cannot be read this time. `folders.walk` says what a folder shows.
+
+    chunk_size: most tokens per chunk, in the engine's own tokenizer; the index's own where it is None. `splitter` cuts
+    instead (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). Documents that were cut otherwise are cut
+    again, and `say` is told. `neighbour_kv` also keeps each chunk's KV as computed behind the chunk before it: twice
+    the prefill and the store, for answers closer to full prefill where retrieval brings both.
+
+    Files that should be text and are not are listed in `report.failures`, others that are no documents in
+    `report.skipped`. Raises EmptyCorpusError when there is nothing to ingest, StoreFullError before prefilling when the
+    forecast does not fit the disk, StoreMismatchError for another model's index or another embedder.
     """
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     tell = progress or (lambda stage, done, total: None)
-    limit = chunk_size_limit(engine, chunk_size)
-    cut_version = str(limit) if splitter is None else type(splitter).__name__
-    cut = splitter or (lambda document: split(document, engine.segmenter.count_tokens, limit))
+    own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine)]
+    found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
     opened = index if isinstance(index, ChunkIndex) else open_engine_index(index, engine, embedder, chunk_size)
-    sources = _index_documents(_documents(paths, glob, report), opened, cut, cut_version, tell, report)
-    if not sources:
-        failed = "; ".join(f"{failure.path}: {failure.reason}" for failure in report.failures[:3])
-        if failed:
-            return report
-        raise EmptyCorpusError(f"{_names(paths)} holds nothing to ingest that matches {glob!r}; name a folder of text")
-    chunks = [chunk for source in sources for chunk in opened.chunks(source)]
+    cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
+    followed = follow(opened, found, cut, tell, keep_missing=keep_missing)
+    report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
+    report.num_updated, report.removed = followed.num_updated, followed.removed
+    report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
+    report.num_removed_kv, problem = sweep(opened, engine)
+    if problem:
+        logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)
+    if not followed.sources and not followed.failures and not followed.removed:
+        raise EmptyCorpusError(_nothing(paths, glob, report))
+    chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
     report.num_chunks = len(chunks)
     report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
-    if precompute:
+    if precompute and chunks:
         precompute_chunks(with_neighbours(chunks) if neighbour_kv else chunks, engine, tell, report, say)
-        for source in sources:
-            if opened.document_status(source) != "precomputed":
-                opened.set_status(source, "precomputed")
-        opened.save()
-        _pin_again(sources, engine, opened)
+        indexed = set(followed.sources).difference(opened.sources("precomputed"))
+        opened.set_status(indexed, "precomputed")
+        _pin_again(followed.sources, engine, opened)
+    if say is not None:
+        for folder, num_files in moved_from(opened, followed, found).items():
+            say(f"{num_files} of these files were in {shown(folder)} and are gone from there; to drop their old "
+                f"documents: ragblend remove {shown(folder)}")  # fmt: skip
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
+
+
+def _cut(
+    index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, say: Callable[[str], None]
+) -> Cut:
+    """How documents are to be cut, which the index remembers. A change is said."""
+    made = index.manifest
+    size = chunk_size_limit(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
+    name = version_of(splitter) if splitter is not None else ""
+    if (size, name) != (made.chunk_size, made.splitter):
+        if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:
+            say(f"chunks of {name or f'{size} tokens'} from now on, before {made.chunker}: documents given are cut and "
+                "prefilled again, others when they are given")  # fmt: skip
+        index.set_chunker(size, name)
+    if splitter is not None:
+        return Cut(splitter, name)
+    return Cut(lambda document: split(document, engine.segmenter.count_tokens, size), str(size))
 
 
 def precompute_chunks(
@@ -122,12 +163,14 @@ def precompute_chunks(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
+    note: Callable[[], None] | None = None,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
 
     A chunk that is stored is known, in whatever dtype. With `rewrite`, known chunks take on the store's `kv_dtype`: KV
     as computed is rounded; KV in eight bits is prefilled again, because what rounding lost is lost.
     The size to come is forecast, told through `say`, and checked against the disk before anything is computed.
+    `note` registers the texts; by default they become an index's.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     tell = progress or (lambda stage, done, total: None)
@@ -156,10 +199,13 @@ def precompute_chunks(
             num_chunks = len(missing) + len(renewed)
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing) + len(renewed))
-    with closing(open_registry(engine)) as registry:
-        # Texts are noted first, all in one transaction: a text whose KV is still to come is prefilled in its prompt,
-        # KV whose text is unknown would never be found.
-        registry.add(text for text, _ in distinct)
+    # Texts are noted first: a text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
+    # never be found.
+    if note is not None:
+        note()
+    else:
+        with closing(open_registry(engine)) as registry:
+            registry.add(text for text, _ in distinct)
     stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
     for done, nbytes in enumerate(stored, start=1):
         report.new_kv_bytes += nbytes
@@ -188,14 +234,37 @@ def _prefill(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
 
 
 def precompute_documents(
-    documents: Iterable[Any], llm_or_engine: Any, progress: Progress | None = None
+    documents: Iterable[Any], llm_or_engine: Any, progress: Progress | None = None, *, names: Sequence[str] = ()
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
-    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
+    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `names`: for each document
+    what it is known by, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. What
+    was precomputed under a name before, and is not now, is dropped unless something else has it.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    return precompute_chunks([as_chunk(document) for document in documents], engine, progress)
+    given = list(documents)
+    chunks = [as_chunk(document) for document in given]
+    texts_of: dict[str, list[str]] = {}
+    for chunk, name in zip(chunks, names or map(_name_of, given), strict=True):
+        texts_of.setdefault(name, []).append(chunk.text)
+    registry = registry_for(llm_or_engine)
+
+    def note() -> None:
+        for name, texts in texts_of.items():
+            registry.add(texts, name)
+
+    report = precompute_chunks(chunks, engine, progress, note=note)
+    gone = [text for name, texts in texts_of.items() if name for text in registry.replace(name, texts)]
+    report.num_removed_kv, problem = forget_texts(gone, engine)
+    if problem:
+        logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
+    return report
+
+
+def _name_of(document: Any) -> str:
+    found = getattr(document, "id", None) if hasattr(document, "page_content") else None
+    return f"langchain/{found}" if found else ""
 
 
 def as_chunk(document: Any) -> Chunk:
@@ -214,18 +283,36 @@ def as_chunk(document: Any) -> Chunk:
     )
 
 
+def find_documents(name: str, index: ChunkIndex) -> list[str]:
+    """Sources of the documents that a person means: a file, a folder, a record; see `folders.named`.
+
+    Raises NotFoundError when there is none.
+    """
+    found = named(name, ((source, file) for file, sources in index.documents().items() for source in sources))
+    if not found:
+        raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
+    return found
+
+
 def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Forget a document, and its chunks' KV where no other document has the same text. Chunks and KV removed."""
-    chunks = index.remove_document(source)
+    """`remove_documents` of one, by its source."""
+    return remove_documents([source], engine, index)
+
+
+def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+    """Forget documents: chunks, pins, and KV and registered texts that no other document has. Chunks and KV removed.
+
+    A document whose file is still there comes back when that, or its folder, is ingested again. Raises
+    BackendUnreachableError when a remote tier could not be told; the next removal or ingestion tells it.
+    """
+    num_chunks = sum(len(index.remove_document(source)) for source in sources)
     index.save()
-    still_used = {text for _, text in index.texts()}
-    orphans = [chunk for chunk in with_neighbours(chunks) if not {chunk.text, chunk.behind or chunk.text} <= still_used]
-    removed = sum(engine.forget(chunk) for chunk in orphans)
-    with closing(open_registry(engine)) as registry:
-        registry.remove(chunk.text for chunk in chunks if chunk.text not in still_used)
-    if isinstance(engine.store, Pins):
-        engine.store.unpin(source)
-    return len(chunks), removed
+    num_removed, problem = sweep(index, engine)
+    if problem:
+        raise BackendUnreachableError(
+            f"removed here, not in the remote tier ({problem}); the next `ragblend ingest` or `remove` drops it there"
+        )
+    return num_chunks, num_removed
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
@@ -251,16 +338,24 @@ def _pin_again(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> Non
 
 
 def open_engine_index(
-    path: str | Path, engine: Engine, embedder: str | None = None, chunk_size: int = 512, *, create: bool = True
+    path: str | Path,
+    engine: Engine,
+    embedder: str | None = None,
+    chunk_size: int | None = None,
+    *,
+    create: bool = True,
 ) -> ChunkIndex:
-    """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model."""
+    """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model.
+
+    `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused.
+    """
     index = open_index(
         path,
         embedder,
         create=create,
         tokenizer=engine.name,
         tokenizer_fingerprint=engine.segmenter.fingerprint,
-        chunk_size=chunk_size,
+        chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,
     )
     made_for = index.manifest
     if made_for.tokenizer_fingerprint not in ("", engine.segmenter.fingerprint):
@@ -276,12 +371,6 @@ def open_engine_index(
 def open_registry(engine: Engine) -> ChunkRegistry:
     """The registry of chunk texts that belongs to the engine's store."""
     return registry_of(engine.store)
-
-
-def disk_store(engine: Engine) -> DiskStore | None:
-    """The local disk tier of the engine's store, if it has one."""
-    tiers = engine.store.tiers if isinstance(engine.store, TieredStore) else (engine.store,)
-    return next((tier for tier in tiers if isinstance(tier, DiskStore)), None)
 
 
 def disk_bytes(engine: Engine) -> int:
@@ -312,72 +401,16 @@ def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
     return chunk_size
 
 
-def _documents(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> Iterator[Document]:
-    """Readable documents; the others go to the report."""
-    for item in iter_documents([paths] if isinstance(paths, str | Path) else paths, glob=glob):
-        if isinstance(item, ReadFailure):
-            report.failures.append(item)
-        else:
-            yield item
-
-
-def _index_documents(
-    documents: Iterable[Document],
-    index: ChunkIndex,
-    cut: Callable[[Document], list[Chunk]],
-    cut_version: str,
-    tell: Progress,
-    report: IngestReport,
-) -> list[str]:
-    """Chunk, embed and index what is new or changed; the sources of all documents.
-
-    A document counts as changed too when it is to be cut in another way: `cut_version` is part of its hash.
-    """
-    sources: list[str] = []
-    waiting: list[tuple[Document, list[Chunk]]] = []
-    saved_s = perf_counter()
-    num_embedded = 0
-
-    def flush() -> None:
-        nonlocal num_embedded, saved_s
-        if not waiting:
-            return
-        vectors = index.embedder.embed([chunk.text for _, chunks in waiting for chunk in chunks])
-        first = 0
-        for document, chunks in waiting:
-            rows = vectors[first : first + len(chunks)]
-            index.add_document(document.source, f"{document.content_hash}:{cut_version}", chunks, rows)
-            first += len(chunks)
-        num_embedded += first
-        tell("embed", num_embedded, None)
-        waiting.clear()
-        if perf_counter() - saved_s > _SAVE_EVERY_S:
-            index.save()
-            saved_s = perf_counter()
-
-    for document in documents:
-        report.num_documents += 1
-        sources.append(document.source)
-        known = index.document_hash(document.source)
-        version = f"{document.content_hash}:{cut_version}"
-        if known == version:
-            report.num_unchanged += 1
-        else:
-            report.num_updated += known is not None
-            waiting.append((document, cut(document)))
-            if sum(len(chunks) for _, chunks in waiting) >= _EMBED_BATCH:
-                flush()
-        tell("read", report.num_documents, None)
-    flush()
-    if report.num_unchanged < report.num_documents:
-        index.save()
-    return sources
-
-
 def _num_tokens(chunk: Chunk, engine: Engine) -> int:
     counted = chunk.metadata.get("num_tokens")
     return counted if isinstance(counted, int) else engine.segmenter.count_tokens(chunk.text)
 
 
-def _names(paths: str | Path | Sequence[str | Path]) -> str:
-    return str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
+def _nothing(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
+    names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
+    found = [
+        *(f"{shown(path)} {reason}" for path, reason in report.skipped[:1]),
+        *(f".gitignore leaves out {shown(path)}: name it to read it" for path in report.ignored[:1]),
+    ]
+    why = f" ({'; '.join(found)})" if found else ""
+    return f"{names} holds nothing to ingest that matches {glob!r}{why}; name a folder of text"

@@ -1,7 +1,8 @@
 """Texts of ingested chunks, kept beside their KV, so that they are found again in a plain prompt (see `recovery`).
 
-Two texts are the same when they are equal after `strip()`. Knows strings and one SQLite file. Knows nothing about
-tokens, KV, engines or frameworks.
+Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
+that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. Knows strings and one
+SQLite file. Knows nothing about tokens, KV, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REGISTRY_FILE = "texts.sqlite"
 ANCHOR_CHARS = 24
 """Texts are looked up by their first characters."""
 
-_TABLE = "registered_texts"
+_TABLE, _HOLDERS = "registered_texts", "text_holders"
 _LOCK_TIMEOUT_S = 30.0
 
 
@@ -171,6 +172,7 @@ class ChunkRegistry:
         self.path = Path(path) if path is not None else None
         self._lock = threading.RLock()
         self._forget_memory()
+        self._held: dict[str, set[str]] = {}  # texts by document, where no file keeps them
         self._connection: sqlite3.Connection | None = None
         if self.path is not None:
             with self._current():  # fail here rather than at the first prompt
@@ -200,10 +202,11 @@ class ChunkRegistry:
 
     # --- changing it ---
 
-    def add(self, texts: Iterable[str]) -> int:
-        """Know these texts; blank ones are skipped. How many were new."""
+    def add(self, texts: Iterable[str], document: str = "") -> int:
+        """Know these texts, for `document` among others ("": an index); blank ones are skipped. How many were new."""
         with self._current() as connection:
-            new = [text for text in dict.fromkeys(map(_normal, texts)) if text and text not in self._texts]
+            known = list(dict.fromkeys(filter(None, map(_normal, texts))))
+            new = [text for text in known if text not in self._texts]
             if connection is not None and new:
                 connection.execute("BEGIN IMMEDIATE")
                 rows = ((_key(text), text) for text in new)
@@ -213,20 +216,51 @@ class ChunkRegistry:
                 self._load(connection)
             else:
                 self._remember(new)
+            self._hold(connection, document, known)
         return len(new)
 
+    def replace(self, document: str, texts: Iterable[str]) -> list[str]:
+        """Know these texts for a document, in place of those it had; none: it is gone. What `release` returns."""
+        has_now = {text for text in map(_normal, texts) if text}
+        with self._current() as connection:
+            self.add(has_now, document)
+            return self.release(self._texts_of(connection, document) - has_now, document)
+
+    def release(self, texts: Iterable[str], document: str = "") -> list[str]:
+        """Know these texts no longer for `document`; those that nobody else has are forgotten, and returned."""
+        released = list(dict.fromkeys(map(_normal, texts)))
+        with self._current() as connection:
+            if connection is None:
+                self._held.get(document, set()).difference_update(released)
+            elif released:
+                connection.execute("BEGIN IMMEDIATE")
+                rows = ((document, _key(text)) for text in released)
+                connection.executemany(f"DELETE FROM {_HOLDERS} WHERE document = ? AND key = ?", rows)
+                connection.execute("COMMIT")
+            gone = [text for text in released if not self._is_held(connection, text)]
+            self.remove(gone)
+        return gone
+
     def remove(self, texts: Iterable[str]) -> int:
-        """Forget these texts. How many were known."""
+        """Forget these texts, whoever has them. How many were known."""
         with self._current() as connection:
             gone = [text for text in dict.fromkeys(map(_normal, texts)) if text in self._texts]
             if connection is not None and gone:
                 connection.execute("BEGIN IMMEDIATE")
-                connection.executemany(f"DELETE FROM {_TABLE} WHERE key = ?", ((_key(text),) for text in gone))
+                for table in (_TABLE, _HOLDERS):
+                    connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in gone))
                 connection.execute("COMMIT")
             for text in gone:
                 del self._texts[text]
                 self._index.discard(text)
+            for held in self._held.values():
+                held.difference_update(gone)
         return len(gone)
+
+    def texts_of(self, document: str) -> set[str]:
+        """The texts that a document has."""
+        with self._current() as connection:
+            return self._texts_of(connection, document)
 
     def close(self) -> None:
         """Free the file. Nothing is lost, and using the registry again opens it again."""
@@ -257,6 +291,30 @@ class ChunkRegistry:
             if text not in self._texts:
                 self._texts[text] = None
                 self._index.add(text)
+
+    def _hold(self, connection: sqlite3.Connection | None, document: str, texts: list[str]) -> None:
+        if connection is None:
+            self._held.setdefault(document, set()).update(texts)
+            return
+        query = f"SELECT key FROM {_HOLDERS} WHERE document = ?"
+        held = {key for (key,) in connection.execute(query, (document,))}
+        missing = [(document, key) for key in map(_key, texts) if key not in held]
+        if missing:  # so that adding what is known writes nothing
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(f"INSERT OR IGNORE INTO {_HOLDERS} VALUES (?, ?)", missing)
+            connection.execute("COMMIT")
+
+    def _texts_of(self, connection: sqlite3.Connection | None, document: str) -> set[str]:
+        if connection is None:
+            return set(self._held.get(document, ()))
+        query = f"SELECT t.text FROM {_TABLE} t JOIN {_HOLDERS} h ON h.key = t.key WHERE h.document = ?"
+        return {text for (text,) in connection.execute(query, (document,))}
+
+    def _is_held(self, connection: sqlite3.Connection | None, text: str) -> bool:
+        if connection is None:
+            return any(text in texts for texts in self._held.values())
+        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? LIMIT 1"
+        return connection.execute(query, (_key(text),)).fetchone() is not None
 
     @contextmanager
     def _current(self) -> Iterator[sqlite3.Connection | None]:
@@ -332,10 +390,16 @@ def _open(path: Path) -> sqlite3.Connection:
         if not frozen:
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {_TABLE} "
                 "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)"
             )
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {_HOLDERS} "
+                "(document TEXT NOT NULL, key BLOB NOT NULL, PRIMARY KEY (document, key)) WITHOUT ROWID"
+            )
+            connection.execute(f"CREATE INDEX IF NOT EXISTS holders_by_text ON {_HOLDERS} (key)")
     except BaseException:
         connection.close()
         raise

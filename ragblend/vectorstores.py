@@ -17,6 +17,7 @@ import numpy as np
 from ragblend.adapter import forget_documents, precompute_and_register
 from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
 from ragblend.errors import UsageError
+from ragblend.forgetting import registered_under, sweep
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.segments import Chunk
 
@@ -107,7 +108,7 @@ class BlendVectorStore(VectorStore):
         texts = list(texts)
         names = [name or str(uuid.uuid4()) for name in ids or [""] * len(texts)]
         metadata = metadatas or [{}] * len(texts)
-        vectors = self.index.embedder.embed(texts)  # all at once: embedding is the slow part
+        vectors = self.index.embed(texts)  # all at once: embedding is the slow part
         for name, text, facts, vector in zip(names, texts, metadata, vectors, strict=True):
             chunk = Chunk(text, _OURS + name, metadata=facts)
             self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
@@ -198,10 +199,10 @@ class PrecomputingVectorStore(VectorStore):
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Index and precompute documents. Their ids."""
-        with_ids = kwargs.get("ids") or [document.id for document in documents]
-        replaced = self._documents([name for name in with_ids if name])
+        given = kwargs.get("ids") or [document.id for document in documents]
+        replaced = self._documents([name for name in given if name])
         ids = self.inner.add_documents(documents, **kwargs)
-        precompute_and_register(documents, self.llm)
+        precompute_and_register(documents, self.llm, _names(given))
         self._forget(replaced)
         return ids
 
@@ -217,7 +218,7 @@ class PrecomputingVectorStore(VectorStore):
         texts = list(texts)
         replaced = self._documents(ids or [])
         names = self.inner.add_texts(texts, metadatas, **({"ids": ids} if ids else {}), **kwargs)
-        precompute_and_register(texts, self.llm)
+        precompute_and_register(texts, self.llm, _names(ids or [None] * len(texts)))
         self._forget(replaced)
         return names
 
@@ -225,7 +226,7 @@ class PrecomputingVectorStore(VectorStore):
         """Remove documents from the inner store, and their KV. Without `ids` KV stays, for `ragblend gc`."""
         gone = self._documents(ids or [])
         result = self.inner.delete(ids, **kwargs)
-        self._forget(gone)
+        self._forget([*gone, *registered_under(_names(ids or []), self.llm)])
         return result
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -279,8 +280,10 @@ class PrecomputingVectorStore(VectorStore):
         except NotImplementedError:
             return []
 
-    def _forget(self, documents: Sequence[Document]) -> None:
+    def _forget(self, documents: Sequence[Document | str]) -> None:
         forget_documents(documents, self.llm, still_used=self._holds)
+        if isinstance(self.inner, BlendVectorStore):
+            sweep(self.inner.index, getattr(self.llm, "engine", self.llm))  # who cannot be told now is told later
 
     def _holds(self, text: str) -> bool:
         """Whether some document still has this text: its nearest neighbour would be the text itself."""
@@ -288,3 +291,8 @@ class PrecomputingVectorStore(VectorStore):
 
     def _nearest_texts(self, text: str) -> Iterator[str]:
         return (document.page_content for document in self.inner.similarity_search(text, k=4))
+
+
+def _names(ids: Iterable[str | None]) -> list[str]:
+    """What `precompute_documents` knows documents by; "" for those without an id."""
+    return [f"langchain/{name}" if name else "" for name in ids]

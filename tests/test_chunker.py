@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend.chunker import Document, ReadFailure, adapt_splitter, iter_documents, load_documents, split
+from ragblend.chunker import Document, adapt_splitter, iter_documents, load_documents, split, version_of
+from ragblend.documents import ReadFailure, Skipped
 from ragblend.errors import EmptyCorpusError, NotFoundError, UnreadableDocumentError, UsageError
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
@@ -179,6 +180,14 @@ def test_llamaindex_parsers_plug_in():
         assert all(chunk.source == "doc.txt" and chunk.metadata["title"] == "T" for chunk in chunks)
 
 
+def test_a_splitter_with_other_settings_is_another_one():
+    splitters = pytest.importorskip("langchain_text_splitters")
+    make = partial(splitters.CharacterTextSplitter, separator="\n\n", chunk_overlap=0)
+    one, other, same = (version_of(adapt_splitter(make(chunk_size=size))) for size in (30, 60, 30))
+    assert one == same != other
+    assert "CharacterTextSplitter" in one
+
+
 def test_a_piece_the_splitter_rewrote_is_marked_not_verbatim():
     class Shouting:
         def split_text(self, text: str) -> list[str]:
@@ -202,7 +211,13 @@ def test_our_own_split_is_a_splitter_and_a_stranger_is_refused():
 def read(folder: Path, name: str, content: str | bytes) -> list[Document]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return load_documents(path, root=folder)
+    return load_documents(path)
+
+
+def below(folder: Path, source: str) -> str:
+    """A source as it is below `folder`; sources are absolute."""
+    assert source.startswith(f"{folder}/")
+    return source[len(f"{folder}/") :]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +244,8 @@ def read(folder: Path, name: str, content: str | bytes) -> list[Document]:
 )  # fmt: skip
 def test_every_text_format_is_read(tmp_path, name, content, expected):
     documents = read(tmp_path, name, content)
-    assert [(document.source, document.text, dict(document.metadata)) for document in documents] == expected
+    found = [(below(tmp_path, document.source), document.text, dict(document.metadata)) for document in documents]
+    assert found == expected
 
 
 PAGE = (
@@ -303,14 +319,15 @@ def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypa
         ("a.txt", bytes(range(1, 32)) * 3, "control or unassigned"),
         ("a.json", b'{"text": ', "not JSON"),
         ("a.json", b"[" * 100_000, "not JSON"),
-        ("a.json", b'[{"title": "no text"}]', "record 0 is neither"),
-        ("a.jsonl", b'"x"\nnonsense\n', "record 1 is not JSON"),
-        ("a.csv", b"title,text\nT,one, two\n", "row 0 has more fields than the header"),
+        ("a.json", b'[{"title": "no text"}]', "item 1 is neither"),
+        ("a.json", b'{"ctxs": [{"text": "x"}, {"title": "no text"}]}', "passage 2 that is neither"),
+        ("a.jsonl", b'"x"\n\nnonsense\n', "1 of 2 records .* left out: line 3 is not JSON"),
+        ("a.csv", b"title,text\nT,one, two\n", "row 1 has more fields than the header"),
         ("a.html", b"<html><script>x</script></html>", "holds no text"),
     ],
 )
 def test_unreadable_files_are_named_with_a_reason(tmp_path, name, content, reason):
-    with pytest.raises(UnreadableDocumentError, match=f"cannot read {name}: .*{reason}"):
+    with pytest.raises(UnreadableDocumentError, match=f"cannot read .*{name}: .*{reason}"):
         read(tmp_path, name, content)
 
 
@@ -323,19 +340,33 @@ def test_random_bytes_never_crash_the_reader(tmp_path_factory, data):
     assert isinstance(item, ReadFailure) or item.text.strip()
 
 
+def test_one_bad_line_costs_that_line_and_is_counted_as_editors_do(tmp_path):
+    (tmp_path / "a.jsonl").write_text('"one"\n\n{"text": \n"three"\n{"title": "no text"}\n"five"\n')
+    found = list(iter_documents([tmp_path]))
+    assert [below(tmp_path, item.source) for item in found[:3]] == ["a.jsonl#0", "a.jsonl#2", "a.jsonl#4"]
+    (failure,) = found[3:]
+    assert isinstance(failure, ReadFailure)
+    assert failure.reason.startswith("2 of 5 records could not be read and are left out: line 3 is not JSON")
+    assert "line 5 is neither" in failure.reason
+
+
+def test_a_text_in_a_table_may_be_long(tmp_path):
+    (document,) = read(tmp_path, "a.csv", "text\n" + "long " * 50_000)
+    assert len(document.text) > 131_072
+
+
 def test_folders_are_walked_sorted_without_hidden_files_and_bad_ones_are_reported(tmp_path):
-    for name, content in {"b/z.txt": "z", "a.md": "a", ".hidden/x.txt": "x", ".env": "secret", "b/bad.txt": ""}.items():
+    files = {"b/z.txt": "z", "a.md": "a", ".hidden/x.txt": "x", ".env": "secret", "b/bad.json": "{", "b/none.txt": ""}
+    for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    found = list(iter_documents([tmp_path, tmp_path / "a.md"], root=tmp_path))  # a.md is named twice
-    assert [item.path if isinstance(item, ReadFailure) else item.source for item in found] == [
-        "a.md",
-        "b/bad.txt",
-        "b/z.txt",
-    ]
-    assert [document.source for document in load_documents(tmp_path, glob="*.md", root=tmp_path)] == ["a.md"]
-    with pytest.raises(UnreadableDocumentError, match=r"b/bad\.txt"):
-        load_documents(tmp_path, root=tmp_path)
+    found = list(iter_documents([tmp_path, tmp_path / "a.md"]))  # a.md is named twice
+    assert [
+        (type(item), below(tmp_path, item.source if isinstance(item, Document) else item.path)) for item in found
+    ] == [(Document, "a.md"), (ReadFailure, "b/bad.json"), (Skipped, "b/none.txt"), (Document, "b/z.txt")]
+    assert [below(tmp_path, document.source) for document in load_documents(tmp_path, glob="*.md")] == ["a.md"]
+    with pytest.raises(UnreadableDocumentError, match=r"b/bad\.json"):
+        load_documents(tmp_path)
     with pytest.raises(EmptyCorpusError, match=r"no file that matches '\*.pdf'"):
         load_documents(tmp_path, glob="*.pdf")
     with pytest.raises(UsageError, match="relative pattern"):
@@ -355,9 +386,9 @@ def test_equal_content_has_equal_hash_and_metadata_counts():
 @pytest.mark.skipif(not (SHARED_DATA / "musique_s_100.json").exists(), reason="data set not at hand")
 def test_the_musique_file_is_read_passage_by_passage_and_cut_losslessly():
     records = json.loads((SHARED_DATA / "musique_s_100.json").read_text(encoding="utf-8"))
-    documents = load_documents(SHARED_DATA / "musique_s_100.json", root=SHARED_DATA)
+    documents = load_documents(SHARED_DATA / "musique_s_100.json")
     assert len(documents) == sum(bool(ctx["text"].strip()) for record in records for ctx in record["ctxs"])
-    by_source = {document.source: document for document in documents}
+    by_source = {Path(document.source).name: document for document in documents}
     assert by_source["musique_s_100.json#3.7"].text == records[3]["ctxs"][7]["text"]
     for document in documents:
         chunks = split(document, count_pieces, 128)

@@ -311,6 +311,92 @@ def test_doctor_names_what_is_missing_and_the_way_out(run):
     assert "mend:" in out
 
 
+@pytest.fixture
+def docs(tmp_path, monkeypatch) -> Path:
+    """A working folder of its own, with documents of every way to be named."""
+    folder = tmp_path / "work" / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.md").write_text("Alice Kern works for Nexon.")
+    (folder / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n"Tara Kern sings."\n')
+    (folder / "sub" / "b.md").write_text("James Bell plays chess.")
+    (folder / "logo.png").write_bytes(bytes(range(256)))
+    monkeypatch.chdir(folder.parent)
+    return folder
+
+
+def in_process(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = run_command(*arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, capsys, monkeypatch):
+    place = ["--index", str(docs.parent / "i"), "--store", str(docs.parent / "s")]
+    code, out, _ = in_process(capsys, "ingest", ".", "--embedder", "hashing", *place)
+    assert (code, "1 files are no documents: docs/logo.png is a binary file" in out) == (0, True)
+    (docs / "a.md").unlink()
+    (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
+    monkeypatch.chdir(docs / "sub")
+    assert json.loads(in_process(capsys, "ingest", "..", "--keep-missing", "--json", *place)[1])["removed"] == []
+    code, out, _ = in_process(capsys, "ingest", "..", *place)
+    assert code == 0
+    assert f"gone: {docs}/r.jsonl#1, {docs}/a.md" in out
+    assert "2 KV caches of what is changed or gone removed" in out
+    stats = json.loads(in_process(capsys, "stats", "--json", *place)[1])
+    assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
+    assert stats["num_stored_chunks"] == 2
+    monkeypatch.chdir(docs.parent)
+    assert "  docs/r.jsonl#0\n" in in_process(capsys, "stats", *place)[1]
+    assert "docs/sub/b.md:0-23" in in_process(capsys, "search", "Who plays chess?", "--index", "i")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("docs", []),
+        ("./docs/sub/", ["a.md", "r.jsonl#0", "r.jsonl#1"]),
+        ("docs/r.jsonl", ["a.md", "sub/b.md"]),
+        ("docs/r.jsonl#1", ["a.md", "r.jsonl#0", "sub/b.md"]),
+        ("{docs}/a.md", ["r.jsonl#0", "r.jsonl#1", "sub/b.md"]),
+        ("docs/sub/../a.md", ["r.jsonl#0", "r.jsonl#1", "sub/b.md"]),
+    ],
+)
+def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, capsys, name, left):
+    name = name.format(docs=docs)
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    every = json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["sources"]
+    named = [source for source in every if source.removeprefix(f"{docs}/") not in left]
+    assert json.loads(in_process(capsys, "pin", name, "--json", *PLACE)[1])["sources"] == named
+    assert json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["pinned"] == sorted(named)
+    unpinned = json.loads(in_process(capsys, "unpin", name, "--store", "s", "--json")[1])
+    assert (sorted(unpinned["sources"]), unpinned["was_pinned"]) == (sorted(named), True)
+    assert json.loads(in_process(capsys, "remove", name, "--json", *PLACE)[1])["sources"] == named
+    stats = json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])
+    assert stats["sources"] == [f"{docs}/{name}" for name in left]
+    assert (stats["num_stored_chunks"], stats["pinned"]) == (len(left), [])
+
+
+def test_gc_of_orphans_says_what_it_takes(docs, capsys):
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    (docs.parent / "i").rename(docs.parent / "old")
+    (docs / "a.md").unlink()
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    out = in_process(capsys, "gc", "--orphans", "--dry-run", *PLACE)[1]
+    assert "1 entries" in out
+    assert "1 registered text and 0 pins would go" in out
+    facts = json.loads(in_process(capsys, "gc", "--orphans", "--json", *PLACE)[1])
+    assert facts["texts"] == ["Alice Kern works for Nexon."]
+
+
+def test_another_chunk_size_is_said_on_the_way(docs, capsys):
+    in_process(capsys, "ingest", "docs", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
+    code, _, err = in_process(capsys, "ingest", "docs", *PLACE)
+    assert (code, "from now on" in err) == (0, False)
+    code, _, err = in_process(capsys, "ingest", "docs", "--chunk-size", "32", *PLACE)
+    assert (code, "chunks of 32 tokens from now on, before 64 tokens" in err) == (0, True)
+    assert json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["chunk_size"] == 32
+
+
 BAD_INPUT = {
     "missing path": (["ingest", "nowhere"], 3, "nowhere"),
     "missing index": (["ask", "Who?", "--index", "gone", "--store", "s"], 3, "ragblend ingest"),
@@ -325,6 +411,8 @@ BAD_INPUT = {
     "empty question": (["ask", " ", *PLACE], 2, "question is empty"),
     "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
     "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
+    "no document": (["remove", "", *PLACE], 2, "name is empty"),
+    "nothing named": (["ingest", "docs", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),
 }
 
 
@@ -341,7 +429,6 @@ def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
 
 
 UNREADABLE = {
-    "empty.txt": b"",
     "binary.txt": bytes(range(256)) * 10,
     "garbage.md": bytes(0x80 + i % 97 for i in range(9000)),
 }

@@ -344,7 +344,7 @@ def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
 
 def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch):
     index = reopen(folder)
-    monkeypatch.setattr("ragblend.chunkdb._columns", lambda *args: (1 / 0,))
+    monkeypatch.setattr("ragblend.chunkdb.columns_of", lambda *args: (1 / 0,))
     with pytest.raises(ZeroDivisionError):
         index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
     monkeypatch.undo()
@@ -356,8 +356,8 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
 def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
     from ragblend import chunkdb
 
-    columns = chunkdb._columns
-    monkeypatch.setattr("ragblend.chunkdb._columns", lambda *args: (1, *columns(*args)[1:]))
+    columns = chunkdb.columns_of
+    monkeypatch.setattr("ragblend.chunkdb.columns_of", lambda *args: (1, *columns(*args)[1:]))
     with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
         index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
 
@@ -431,7 +431,7 @@ def test_a_read_only_folder_is_searched(folder, monkeypatch):
 def test_no_file_of_the_index_is_a_pickle(folder):
     assert (folder / DATABASE).read_bytes().startswith(b"SQLite format 3\0")
     assert (folder / VECTORS).read_bytes()[:4] == b"IxM2"
-    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 1
+    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 2
 
 
 # --- embedders ---

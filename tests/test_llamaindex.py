@@ -326,6 +326,23 @@ async def test_pipeline_precomputes_and_deleting_forgets(
     assert delete_ref_doc(index, "unknown", llm) == 0
 
 
+def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callable[..., TransformersEngine]) -> None:
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+
+    def run(**texts: str) -> None:
+        splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+        pipeline = IngestionPipeline(transformations=[splitter, BlendIngestion(llm=llm)], disable_cache=True)
+        pipeline.run(documents=[Document(text=text, id_=name) for name, text in texts.items()])
+
+    run(a=A, b=B)
+    run(a=TEXTS[2])
+    assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [False, True, True]
+    assert set(llm.registry.texts()) == {B, TEXTS[2]}
+    run(a=B)
+    run(b=A)
+    assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"
+
+
 def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., TransformersEngine]) -> None:
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
     documents = [Document(text=A, id_="1"), Document(text=A, id_="2")]

@@ -52,6 +52,20 @@ def test_remove_forgets(registry: ChunkRegistry) -> None:
     assert beginning(registry, LONG) == [LONG]
 
 
+def test_a_text_stays_until_the_last_that_has_it_lets_it_go(registry: ChunkRegistry) -> None:
+    registry.add([LONG, "both", "index"])
+    assert registry.replace("doc", [LONG, " both\n", "doc"]) == []
+    assert registry.texts_of("doc") == {LONG, "both", "doc"}
+    assert registry.release([LONG, "index", "unknown"]) == ["index", "unknown"]
+    assert set(registry.texts()) == {LONG, "both", "doc"}
+    assert sorted(registry.replace("doc", ["new"])) == sorted([LONG, "doc"])
+    assert set(registry.texts()) == {"both", "new"}
+    assert registry.replace("doc", []) == ["new"]
+    assert registry.remove(["both"]) == 1
+    assert registry.release(["both"]) == ["both"]
+    assert len(registry) == 0
+
+
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
     assert registry.add(["\ud800 is half a character", LONG]) == 1
 

@@ -17,6 +17,7 @@ from ragblend.embedders import HashingEmbedder
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llm import ChatBlend
+from ragblend.precompute import precompute_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, PrecomputingVectorStore
 
 A = "The lighthouse on Gull Rock was built long ago."
@@ -62,6 +63,46 @@ def test_a_replaced_documents_kv_goes(store: PrecomputingVectorStore, chat: Chat
     store.add_texts([A], ids=["1"])
     store.add_texts([B], ids=["1"])
     assert known(chat, A, B) == [False, True]
+
+
+def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: ChatBlend) -> None:
+    """Also in stores that cannot tell what they hold, and under ids that are given beside the documents."""
+
+    class Mute(InMemoryVectorStore):
+        def get_by_ids(self, ids: Any, /) -> list[Document]:
+            raise NotImplementedError
+
+    mute = PrecomputingVectorStore(Mute(DeterministicFakeEmbedding(size=64)), chat)
+    mute.add_documents([Document(A, id="1")])
+    mute.add_documents([Document(B, id="1")])
+    assert known(chat, A, B) == [False, True]
+    mute.add_texts([A], ids=["1"])
+    assert known(chat, A, B) == [True, False]
+    mute.add_documents([Document(B)], ids=["2"])
+    mute.delete(["1"])
+    assert known(chat, A, B) == [False, True]
+    mute.delete(["2"])
+    assert known(chat, A, B) == [False, False]
+
+
+def test_precomputed_documents_with_ids_follow_too(chat: ChatBlend) -> None:
+    precompute_documents([Document(A, id="1"), Document(B)], chat)
+    precompute_documents([Document("Its keeper is Ada.", id="1")], chat)
+    assert known(chat, A, B) == [False, True]
+    precompute_documents([Document(B, id="1")], chat)
+    precompute_documents([Document(A, id="1")], chat)
+    assert known(chat, A, B) == [True, True], "that without an id has it still"
+
+
+def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_path: Path) -> None:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
+        store = PrecomputingVectorStore(BlendVectorStore(opened), chat)
+        store.add_documents([Document(A, id="a")])
+        store.add_documents([Document(B, id="a")])
+        assert known(chat, A, B) == [False, True]
+        store.delete(["a"])
+        assert known(chat, A, B) == [False, False]
+        assert opened.leftovers().last_id == 0
 
 
 async def test_async_methods_precompute_too(store: PrecomputingVectorStore, chat: ChatBlend) -> None:

@@ -121,7 +121,7 @@ class _Turns(NamedTuple):
     """The rotation of some rows."""
 
     rows: Tensor  # positions [R]
-    end: int  # position after the last of them
+    end: int  # position after the highest of them
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
 
@@ -293,12 +293,12 @@ class TransformersLayers:
         return qkv[..., -2 * kv_width : -kv_width], qkv[..., -kv_width:]
 
     def _turns_of(self, rows: Tensor) -> _Turns:
-        """The rotation of `rows` [R], gathered once for all layers that get the same tensor."""
+        """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""
         remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
         for turns in remembered:
             if turns.rows is rows:
                 return turns
-        end = int(rows[-1]) + 1 if len(rows) else 1
+        end = int(rows.max()) + 1 if len(rows) else 1  # packed chunks count anew: the last row need not be the highest
         cos, sin = self._rope(end)
         turns = _Turns(rows, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: TURNS_KEPT - 1])

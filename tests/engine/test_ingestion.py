@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine import ingestion
@@ -17,6 +17,7 @@ from ragblend.engine.fusor import FusedKV, prefill_chunk, prefill_chunks
 from ragblend.engine.ingestion import TokenIds, passes, prefill_all
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.protocols import FusedLayers, LayerwiseModel
+from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import StoreFullError
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,6 +51,25 @@ def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(
         for layer in range(6):
             torch.testing.assert_close(made.layer(layer).keys, alone.layer(layer).keys, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(made.layer(layer).values, alone.layer(layer).values, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.one_of(st.integers(1, 40), st.integers(480, 640)), min_size=1, max_size=5), st.integers(0, 1 << 16))
+@example([600, 5], 0)
+@example([520, 3, 640], 0)
+def test_chunks_packed_in_any_order_and_length_have_the_kv_of_chunks_prefilled_alone(
+    tiny_model: Callable[[str], Any], counts: list[int], seed: int
+) -> None:
+    """Long before short too; each time in a model that has not yet seen long positions."""
+    generator = torch.Generator().manual_seed(seed)
+    headers = [header(torch.randint(3, 300, (count,), generator=generator).tolist()) for count in counts]
+    layers = TransformersLayers(tiny_model("llama"))
+    packed = prefill_chunks(layers, prefix_of(layers, PREFIX), headers)
+    for made, own in zip(packed, headers, strict=True):
+        alone = prefill_chunk(layers, prefix_of(layers, PREFIX), own)
+        for layer in range(6):
+            torch.testing.assert_close(made.layer(layer).keys, alone.layer(layer).keys, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(made.layer(layer).values, alone.layer(layer).values, atol=1e-4, rtol=1e-5)
 
 
 def test_packed_chunks_have_the_values_of_the_stock_model(
