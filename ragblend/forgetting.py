@@ -60,7 +60,9 @@ def forget_texts(
         gone = {ids_of(chunk) for chunk in chunks}
         apart = [(engine.segmenter.context_ids(chunk), ids_of(chunk)) for chunk in neighbours]
         mine = (entry for entry in disk.entries() if entry.header.namespace == namespace)
-        keys |= dict.fromkeys(keys_without(mine, gone.__contains__, apart, {hash(prefix + ids) for ids in gone}))
+        joint = engine.segmenter.joint_ids
+        lost = {hash(prefix + ids + joint) for ids in gone}
+        keys |= dict.fromkeys(keys_without(mine, gone.__contains__, joint, apart, lost))
     num_removed, problem = 0, ""
     for key in keys:
         try:
@@ -73,13 +75,15 @@ def forget_texts(
 def keys_without(
     entries: Iterable[StoreEntry],
     is_gone: Callable[[Ids], bool],
+    joint: Ids,
     pairs: Iterable[tuple[Ids, Ids]] = (),
     behind_gone: Iterable[int] = (),
 ) -> Iterator[str]:
     """Keys of entries whose token ids are gone, that were computed behind such entries, or behind the first of a pair.
 
-    A neighbour version is stored behind prefix and chunk, and that chunk behind the prefix: so one tells of the other.
-    behind_gone: hashes of contexts that are gone where nothing is there to tell.
+    A neighbour version is stored behind prefix, chunk and `joint` (what stands between two chunks), and that chunk
+    behind the prefix: so one tells of the other. behind_gone: hashes of contexts that are gone where nothing is there
+    to tell.
     """
     befores: dict[Ids, list[Ids]] = {}
     for behind, ids in pairs:
@@ -88,7 +92,7 @@ def keys_without(
     for entry in entries:
         context, ids = entry.header.prefix_ids, entry.header.token_ids
         if is_gone(ids):
-            doomed.add(hash(context + ids))
+            doomed.add(hash(context + ids + joint))
             yield entry.key
         elif any(context[-len(behind) :] == behind for behind in befores.get(ids, ())):
             yield entry.key

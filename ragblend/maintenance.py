@@ -132,10 +132,10 @@ def collect_garbage(
     return Garbage(*result, texts, pins)
 
 
-def _orphans(disk: DiskStore, used: set[tuple[int, ...]]) -> Iterator[str]:
+def _orphans(disk: DiskStore, used: _InUse) -> Iterator[str]:
     """Keys of chunks' KV that no chunk in use needs."""
     entries = (entry for entry in disk.entries() if entry.header.prefix_ids)
-    return keys_without(entries, lambda ids: ids not in used)
+    return keys_without(entries, lambda ids: ids not in used.ids, used.joint)
 
 
 class PushReport(NamedTuple):
@@ -184,8 +184,15 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem)
 
 
-def _ids_in_use(index: ChunkIndex) -> set[tuple[int, ...]] | None:
-    """Id sequences of every indexed chunk, in the tokenizer the index was made with; None if that is not at hand."""
+class _InUse(NamedTuple):
+    """Id sequences of every indexed chunk, and what stands between two chunks of a prompt."""
+
+    ids: set[tuple[int, ...]]
+    joint: tuple[int, ...]
+
+
+def _ids_in_use(index: ChunkIndex) -> _InUse | None:
+    """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
     from ragblend.engine.transformers_model import load_tokenizer
     from ragblend.segments import prompt_format
 
@@ -196,7 +203,7 @@ def _ids_in_use(index: ChunkIndex) -> set[tuple[int, ...]] | None:
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     if segmenter.fingerprint != index.manifest.tokenizer_fingerprint:
         return None
-    return {segmenter.chunk_ids(text) for _, text in index.texts()}
+    return _InUse({segmenter.chunk_ids(text) for _, text in index.texts()}, segmenter.joint_ids)
 
 
 class Check(NamedTuple):
