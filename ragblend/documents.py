@@ -66,7 +66,9 @@ def load_documents(path: str | Path, *, glob: str = "*", root: str | Path | None
 def iter_documents(
     paths: Iterable[str | Path], *, glob: str = "*", root: str | Path | None = None
 ) -> Iterator[Document | ReadFailure]:
-    """Documents of all `paths` in order and a ReadFailure per unreadable file; a missing path raises NotFoundError now.
+    """Documents of all `paths` in order, and a ReadFailure per unreadable file or line of a JSON lines file.
+
+    A missing path raises NotFoundError now.
 
     Folders are walked recursively, sorted, without hidden files and without following links to folders; `glob` filters
     inside folders only. A document's `source` is its path below `root` (default: the working folder), absolute
@@ -102,8 +104,8 @@ def _files_below(folder: Path, glob: str) -> list[Path]:
     return sorted(visible, key=lambda path: path.relative_to(folder).parts)
 
 
-def _read(path: Path, name: str) -> list[Document]:
-    """Documents of one file; raises UnreadableDocumentError with reason and remedy."""
+def _read(path: Path, name: str) -> list[Document | ReadFailure]:
+    """Documents of one file, and the lines that are none; raises UnreadableDocumentError with reason and remedy."""
     if not path.is_file():
         raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
     try:
@@ -113,8 +115,15 @@ def _read(path: Path, name: str) -> list[Document]:
     if not data:
         raise UnreadableDocumentError("is empty (0 bytes); remove it or write it again")
     reader = _READERS.get(path.suffix.lower(), _read_text)
-    records = [(key, _sound(text), metadata) for key, text, metadata in reader(data)]
+    found = list(reader(data))
+    bad = [item for item in found if isinstance(item, UnreadableDocumentError)]
+    records = [(item[0], _sound(item[1]), item[2]) for item in found if isinstance(item, tuple)]
     documents = [Document(text, name + key, metadata) for key, text, metadata in records if text.strip()]
+    if bad:
+        reasons = [str(error) for error in bad[:_MAX_NAMED_LINES]]
+        if len(bad) > _MAX_NAMED_LINES:
+            reasons.append(f"{len(bad) - _MAX_NAMED_LINES} more lines are skipped, most likely for the same reason")
+        return [*documents, *(ReadFailure(name, reason) for reason in reasons)]
     if not documents:
         remedy = "run OCR on it first" if path.suffix.lower() == ".pdf" else "remove it or check its contents"
         raise UnreadableDocumentError(f"holds no text; {remedy}")
@@ -135,6 +144,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xff\xfe", "utf-16"),
     (b"\xfe\xff", "utf-16"),
 )
+_MAX_NAMED_LINES = 10  # bad lines of one file that are named one by one
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
@@ -273,16 +283,19 @@ def _read_json(data: bytes) -> Iterator[Record]:
         yield from _record(value, "", "#")
 
 
-def _read_jsonl(data: bytes) -> Iterator[Record]:
-    lines = [line for line in _decode(data).split("\n") if line.strip()]  # splitlines() would cut inside JSON strings
-    for number, line in enumerate(lines):
+def _read_jsonl(data: bytes) -> Iterator[Record | UnreadableDocumentError]:
+    """A document per line; a line that is none is skipped and named, the others keep their numbers."""
+    lines = [(number, line) for number, line in enumerate(_decode(data).split("\n"), start=1) if line.strip()]
+    for record, (number, line) in enumerate(lines):  # splitlines() would cut inside JSON strings
         try:
-            record = json.loads(line)
+            yield from list(_record(json.loads(line), f"#{record}", "."))
+        except UnreadableDocumentError as error:
+            yield UnreadableDocumentError(f"line {number} is skipped: {error}")
         except (ValueError, RecursionError) as error:
-            raise UnreadableDocumentError(
-                f"record {number} is not JSON ({error}); put one value on each line"
-            ) from error
-        yield from _record(record, f"#{number}", ".")
+            where = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
+            yield UnreadableDocumentError(
+                f"line {number} is skipped, it is not JSON{where}; put one value on each line and ingest again"
+            )
 
 
 def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
@@ -328,7 +341,7 @@ def _read_pdf(data: bytes) -> Iterator[Record]:
     yield "", "\n\n".join(pages), {"num_pages": len(pages)}
 
 
-_READERS: dict[str, Callable[[bytes], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[bytes], Iterator[Record | UnreadableDocumentError]]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     **dict.fromkeys((".jsonl", ".ndjson"), _read_jsonl),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -330,8 +331,6 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
-    import re
-
     arguments, expected, message = BAD_INPUT[case]
     code, out, err = run(*arguments)
     assert code == expected, err
@@ -353,6 +352,14 @@ def test_unreadable_documents_are_named_and_the_exit_code_says_partial(run, home
     code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
     assert code == 6
     assert name in out
+
+
+def test_one_bad_json_line_costs_that_line_and_the_exit_code_says_partial(run, tmp_path):
+    (tmp_path / "docs.jsonl").write_text('"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n')
+    code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 6
+    assert re.search(r"not read: .*docs\.jsonl: line 2 is skipped", out)
+    assert "2 documents (0 unchanged), 2 chunks" in out
 
 
 def test_an_empty_corpus_is_an_error_with_the_way_out(run, tmp_path):
