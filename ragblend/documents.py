@@ -118,7 +118,9 @@ def _read(path: Path, name: str) -> list[Document | ReadFailure]:
     found = list(reader(data))
     bad = [item for item in found if isinstance(item, UnreadableDocumentError)]
     records = [(item[0], _sound(item[1]), item[2]) for item in found if isinstance(item, tuple)]
-    documents = [Document(text, name + key, metadata) for key, text, metadata in records if text.strip()]
+    documents: list[Document | ReadFailure] = [
+        Document(text, name + key, metadata) for key, text, metadata in records if text.strip()
+    ]
     if bad:
         reasons = [str(error) for error in bad[:_MAX_NAMED_LINES]]
         if len(bad) > _MAX_NAMED_LINES:

@@ -19,7 +19,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, SegmentedPrompt, open_index
 from ragblend.adapter import UnrecognisedChunkError, precompute_and_register
@@ -262,6 +262,23 @@ def test_query_engine_applies_postprocessors(llm: BlendLLM, vector_index: Vector
     none = SimilarityPostprocessor(similarity_cutoff=2.0)
     engine = BlendQueryEngine.from_args(vector_index.as_retriever(), llm, node_postprocessors=[none])
     assert str(engine.query(QUESTION)) == "Empty Response"
+
+
+def test_arguments_that_would_do_nothing_are_refused(
+    llm: BlendLLM, vector_index: VectorStoreIndex, blend_index: Any
+) -> None:
+    for index in (vector_index, blend_index):
+        with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode\."):
+            BlendQueryEngine.from_index(index, llm, top_k=2, response_mode="refine")
+    with pytest.raises(UsageError, match="VectorStoreIndex has neither"):
+        BlendQueryEngine.from_index(vector_index, llm, neighbours=1)
+    retriever = vector_index.as_retriever()
+    with pytest.raises(UsageError, match="from_args does not know text_qa_template"):
+        BlendQueryEngine.from_args(retriever, llm, text_qa_template=PromptTemplate("{query_str}"))
+    with pytest.raises(UsageError, match="the synthesizer's"):
+        BlendQueryEngine.from_args(retriever, response_synthesizer=BlendSynthesizer(llm), system="Be brief.")
+    around = BlendQueryEngine.from_index(blend_index, llm, similarity_top_k=1, neighbours=1, order="document")
+    assert [node.node.get_content() for node in around.retrieve(QueryBundle(QUESTION))] == TEXTS
 
 
 def test_as_query_engine_takes_our_synthesizer_or_our_llm(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
