@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -246,6 +249,21 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
     assert json.loads(out)["report"]["num_chunk_hits"] == 4
 
 
+def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_mends_it(run, home, questions, caplog):
+    system = ["--system", "Answer in one word; don't explain."]
+    ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
+    command = [sys.executable, "-m", "ragblend", *ask, "--json"]
+    path = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
+    (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
+    assert "3 of the 3 chunks of a prompt are stored in the store s behind another prefix (no system text)" in line
+    command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
+    assert run(*command[1:])[0] == 0
+    assert json.loads(run(*ask, "--json")[1])["report"]["num_chunk_hits"] == 3
+    assert not caplog.records
+
+
 def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
     with socket.socket() as taken:  # bound, not listening: nobody answers
         taken.bind(("127.0.0.1", 0))
@@ -453,8 +471,6 @@ def test_version_and_help(run):
 
 
 def test_import_ragblend_loads_nothing_heavy():
-    import subprocess
-
     heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
     script = f"import sys, ragblend, ragblend.cli; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

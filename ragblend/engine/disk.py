@@ -184,6 +184,13 @@ class DiskStore:
         except (OSError, UsageError, UnreadableError):
             return None
 
+    def headers(self) -> Iterator[KVHeader]:
+        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        for folder in self.root.glob("??"):
+            for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
+                if (header := self.header(path.stem)) is not None:
+                    yield header
+
     def delete(self, key: str) -> bool:
         """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed."""
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
-from ragblend.engine.kv import ChunkKV, MemoryKV, StoredLayer, in_memory
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, in_memory
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -128,6 +128,11 @@ class MemoryStore:
         """Keys held at this moment, least recently used first."""
         with self._lock:
             return iter(tuple(self._entries))
+
+    def headers(self) -> Iterator[KVHeader]:
+        """Headers of the entries held at this moment. Counts nothing, and is no use of them."""
+        with self._lock:
+            return iter([held.kv.header for held in self._entries.values()])
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, never more than `capacity_bytes`."""

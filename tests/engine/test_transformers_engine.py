@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -24,7 +25,7 @@ from ragblend.engine.selection import AUTO, FALLBACK, RULES, Check, find_rule
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.errors import PromptTooLongError, StoreFullError, UsageError
+from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.segments import Chunk, SegmentedPrompt, Segmenter, prompt_format
 from tests.tier_support import DictValues
 
@@ -631,6 +632,32 @@ def test_a_stream_that_is_never_read_holds_nothing(engine):
     assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).text) is not None
     unread.close()
     assert unread.result.finish_reason == "cancelled"
+
+
+def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, caplog):
+    """Half read, read by another thread at this moment, and not begun; with chunks that would have been stored."""
+    engine = tiny_engine(on_miss="store", shadow=1.0)
+    engine.precompute(CHUNKS[0])
+    monkeypatch.setattr(engine, "stop_ids", frozenset)  # nothing ends them but the context, seconds later
+    half, running, unread = (engine.stream(PROMPT, max_tokens=2000) for _ in range(3))
+    shown = [next(half)]
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(running), daemon=True)
+    thread.start()
+    while len(running.result.token_ids) < 5:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    shown += half
+    assert list(unread) == []
+    for stream, pieces in ((half, shown), (running, ended), (unread, [])):
+        assert (stream.result.finish_reason, stream.result.text) == ("cancelled", "".join(pieces))
+        assert stream.result.report.completion_tokens == len(stream.result.token_ids) < 1000
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.stream(PROMPT)
+    engine.close()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_an_open_stream_does_not_block_others(engine):
