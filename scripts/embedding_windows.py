@@ -158,9 +158,7 @@ def main() -> None:
                     part = [case for case, inside in zip(cases, mask, strict=True) if inside]
                     for k in KS:
                         found.setdefault((way, half, k), []).append(recall(asked[mask], vectors, part, k))
-        print(
-            f"{path.name}: {counts[0][0]} chunks of {arguments.tokens} tokens, {arguments.rounds} orders of the passages"
-        )
+        print(f"{path.name}: {counts[0][0]} chunks of {arguments.tokens} tokens, {arguments.rounds} orders of passages")
         columns = [(half, k) for half in ("second half", "first half") for k in KS]
         print(f"{'':<46}" + "".join(f"{f'{half} @{k}':>17}" for half, k in columns))
         for way in WAYS if not arguments.two else list(WAYS)[:2]:

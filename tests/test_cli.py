@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -140,8 +141,6 @@ def test_search_and_stats_describe_the_index(run, questions):
 
 
 def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
-    import io
-
     asked = [item["question"] for item in questions[:3]]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     code, out, err = run("chat", "-k", "2", "--max-tokens", "8", *PLACE)
@@ -150,9 +149,23 @@ def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
     assert err.count("chunks from the store") == 3
 
 
-def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
-    import io
+@pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
+def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
+    """The embedded model cannot rephrase: it is not asked to unless told, and what it then writes is searched for."""
+    asked = [questions[0]["question"], "And where is that?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
+    flags = [condense] if condense else []
+    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", "--show-sources", *flags, *PLACE)
+    assert code == 0
+    shown = [line.removeprefix("searching for: ") for line in err.splitlines() if line.startswith("searching for: ")]
+    assert len(shown) == (condense == "--condense")
+    assert ("cannot rephrase" in err) == (condense is None)
+    searched = shown[0] if shown else asked[1]
+    found = run("search", searched, "-k", "2", "--index", "i")[1]
+    assert found.strip() in out
 
+
+def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
     question = questions[0]["question"]
     common = ("-k", "3", "--max-tokens", "8", *PLACE)
     code, out, err = run("ask", question, "--shadow", "1", "--json", *common)
@@ -424,8 +437,6 @@ def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatc
 
 
 def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
-    import io
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Borics based?\nWhat does Nexon sell?\n\n"))
     code, out, err = run("chat", "--demo", "--max-tokens", "8")
