@@ -276,8 +276,9 @@ class HashingEmbedder:
         """[n, dim] float32 unit rows; a text without a word gets the row of its raw characters."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
+            check_unicode(text, "a text to embed")
             for term, weight in _terms(text).items():
-                code = zlib.crc32(term.encode("utf-8", "replace"))
+                code = zlib.crc32(term.encode())
                 vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
             if not vector.any():  # opposite signs met in one bucket
                 vector[0] = 1.0

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from ragblend.adapter import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
 from ragblend.engine.report import Generation
-from ragblend.errors import PromptTooLongError, UsageError
+from ragblend.errors import PromptTooLongError, UsageError, check_unicode
 from ragblend.segments import Chunk
 
 try:
@@ -65,6 +65,7 @@ class _LangChainModel(BlendModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of `text` by the engine's own tokenizer."""
+        check_unicode(text, "the text")
         return list(self.engine.segmenter.text_ids(text))
 
     def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:

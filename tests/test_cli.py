@@ -356,6 +356,10 @@ BAD_INPUT = {
     "flag": (["ask", "Who?", "--no-such-flag"], 2, "no-such-flag"),
     "empty question": (["ask", " ", *PLACE], 2, "question is empty"),
     "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
+    "bytes that are no text": (["ask", "Where is the caf\udce9?", *PLACE], 2, "lone surrogate.*'Where is the caf"),
+    "a system text that is none": (["ask", "Who?", "--system", "caf\udce9", *PLACE], 2, "the system text holds"),
+    "a namespace that is none": (["ask", "Who?", "--namespace", "caf\udce9", *PLACE], 2, "the namespace holds"),
+    "no such device": (["ask", "Who?", "--device", "quantum", *PLACE], 2, "device is 'quantum'"),
     "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
 }
 

@@ -541,7 +541,8 @@ def test_short_texts_are_embedded_as_the_model_does_and_all_rows_have_length_one
 
 @needs_minilm
 def test_text_that_is_no_unicode_is_refused_by_the_embedder():
-    for embed in (lambda text: shared_minilm().embed([text]), shared_minilm().embed_query):
+    words = HashingEmbedder()
+    for embed in (lambda text: shared_minilm().embed([text]), shared_minilm().embed_query, lambda t: words.embed([t])):
         with pytest.raises(UsageError, match=r"lone surrogate, U\+D83D at character 5"):
             embed("half \ud83d emoji")
 

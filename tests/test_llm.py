@@ -671,6 +671,18 @@ def test_bad_calls(call: dict[str, Any], reason: str, chat: ChatBlend) -> None:
         chat.invoke("Q", **call)
 
 
+def test_half_a_character_is_refused_in_words(chat: ChatBlend) -> None:
+    half = "half \ud83d emoji"
+    for call in (
+        lambda: chat.invoke(half),
+        lambda: chat.invoke(half, segments=[half]),
+        lambda: precompute_and_register([Document(half)], chat),
+        lambda: chat.get_num_tokens(half),
+    ):
+        with pytest.raises(UsageError, match="holds a lone surrogate"):
+            call()
+
+
 def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
     with pytest.raises(UsageError, match="'critic'"):
         chat.invoke([ChatMessage(content="Q", role="critic")])

@@ -94,7 +94,8 @@ class EngineBase(ABC):
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The chunk's ids, and those of the chunk that it is to be computed behind."""
-        check_unicode(chunk.text if isinstance(chunk, Chunk) else chunk, "a chunk")
+        for text in (chunk.text, chunk.behind or "") if isinstance(chunk, Chunk) else (chunk,):
+            check_unicode(text, "a chunk")
         return self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk)
 
     def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:

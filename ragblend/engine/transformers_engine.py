@@ -119,7 +119,7 @@ class TransformersEngine(EngineBase):
         """
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
-        ids = (self.segmenter.chunk_ids(chunk) for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
+        ids = (self._chunk_ids(chunk)[0] for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
         yield from prefill_all(ids, self._is_missing, self._prefill_chunks, self.store.put, limit)
         yield from map(self.precompute, behind)
 

@@ -598,6 +598,47 @@ def test_nothing_of_a_conversation_enters_the_store(chat_engine):
     assert set(chat_engine.store.keys()) == before
 
 
+# --- text that is none ---
+
+HALF = "half \ud83d emoji"
+
+
+@pytest.mark.parametrize(
+    ("what", "prompt"),
+    [
+        ("the user text", SegmentedPrompt(CHUNKS, HALF)),
+        ("the system text", SegmentedPrompt(CHUNKS, "what is that?", HALF)),
+        ("a chunk", SegmentedPrompt([CHUNKS[0], HALF], "what is that?")),
+        (
+            "the assistant text",
+            SegmentedPrompt.from_messages([("user", "what?"), ("assistant", HALF), ("user", "so?")]),
+        ),
+    ],
+)
+def test_half_a_character_in_a_prompt_is_named_with_its_place_and_the_way_out(engine, what, prompt):
+    message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
+    for ask in (engine.generate, engine.stream, engine.explain):
+        with pytest.raises(UsageError, match=message):
+            ask(prompt)
+
+
+def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engine):
+    for call in (engine.precompute, engine.is_stored, engine.forget, engine.key):
+        with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
+            call(HALF)
+    with pytest.raises(UsageError, match="a chunk holds"):
+        engine.precompute(Chunk("the other chunk", behind=HALF))
+    with pytest.raises(UsageError, match="a chunk holds"):
+        list(engine.precompute_all([CHUNKS[0], HALF]))
+    with pytest.raises(UsageError, match="a stop string holds"):
+        engine.generate(PROMPT, stop=[HALF])
+    for name, what in (("system", "the system text"), ("namespace", "the namespace")):
+        with pytest.raises(UsageError, match=f"{what} holds"):
+            tiny_engine(**{name: HALF})
+    whole = HALF.encode("utf-8", "replace").decode()  # as the message says
+    assert engine.generate(SegmentedPrompt(CHUNKS, whole), max_tokens=1).report.num_chunk_hits == 3
+
+
 # --- streams and threads ---
 
 
