@@ -436,7 +436,7 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
     key = (model, _resolved(store), repr(sorted(options.items())))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
-        if engine is None or getattr(engine, "closed", False):
+        if engine is None or not getattr(engine, "is_usable", True):
             engine = _ENGINES[key] = load()
         return engine
 

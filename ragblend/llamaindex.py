@@ -329,6 +329,11 @@ class BlendIngestion(TransformComponent):
         super().model_post_init(context)
         self.fingerprint = getattr(self.llm, "engine", self.llm).fingerprint
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For the processes of `pipeline.run(num_workers=...)`: each opens a BlendLLM's engine for itself."""
+        self.llm.__reduce_ex__(2)  # raises what says why; LlamaIndex would leave out what cannot be pickled
+        return super().__getstate__()
+
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute `nodes`."""
         precompute_and_register(nodes, self.llm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -393,6 +394,28 @@ def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
     assert found.text == answer.text
     assert found.response_metadata["ragblend"]["num_chunk_hits"] == 2
     chat.engine.close()
+
+
+def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from ragblend.llm import ChatBlend\n"
+        "chat = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "chat.invoke('Who?')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    try:\n"
+        "        chat.invoke('Who?')\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+        "    own = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "    print(own.engine is chat.engine)\n"
+        "    sys.exit()\n"  # at exit, the child leaves its parent's engine alone
+        "os.waitpid(child, 0)\n"
+        "chat.engine.close()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert re.search(r"loaded before this process was forked.*get_context\('spawn'\)\nFalse", shown)
 
 
 def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: TransformersEngine) -> None:

@@ -6,6 +6,7 @@ keys and reports. Knows no model and no backend.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,7 +18,7 @@ from ragblend.engine.keys import chunk_key
 from ragblend.engine.notices import Notices
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.shadow import Shadow
-from ragblend.errors import EngineClosedError, PromptTooLongError, UsageError, check_unicode
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.segments import Chunk, Part, SegmentedPrompt, Segmenter
 
 
@@ -48,6 +49,7 @@ class EngineBase(ABC):
             raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
         check_unicode(system or "", "the system text")
         check_unicode(namespace, "the namespace")
+        self._process = os.getpid()
         self.segmenter = segmenter
         self.store = store
         self.name = name
@@ -58,6 +60,21 @@ class EngineBase(ABC):
         self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be asked: not closed, and loaded by this process, not by one that it was forked from."""
+        return not self.closed and self._process == os.getpid()
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
+        if self._process != os.getpid():
+            raise RagblendError(
+                f"the engine of {self.name} was loaded before this process was forked; PyTorch's threads and our own "
+                "are not there any more, and it would hang. Load it in this process, or start processes by "
+                "multiprocessing.get_context('spawn')"
+            )
 
     @property
     @abstractmethod
@@ -105,8 +122,7 @@ class EngineBase(ABC):
 
     def _check_prompt(self, prompt: SegmentedPrompt, stop: Sequence[str]) -> None:
         """Raise EngineClosedError, or UsageError for text that is no Unicode."""
-        if self.closed:
-            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
+        self._check_usable()
         for message in prompt.messages:
             for part in message.parts:
                 if isinstance(part, Chunk):
@@ -143,9 +159,10 @@ class EngineBase(ABC):
         """Finish background work. Streams that are still open end at their next token, as "cancelled"; a closed engine
         answers no more. Safe to call again.
         """
-        if not self.closed:
-            self.closed = True
-            self.notices.close()
+        if not self.is_usable:
+            return
+        self.closed = True
+        self.notices.close()
         self._shadow.close()
         if self._backfill is not None:
             self._backfill.close()

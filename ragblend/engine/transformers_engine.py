@@ -501,6 +501,8 @@ class TransformersEngine(EngineBase):
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""
+        if not self.is_usable:
+            return
         super().close()
         if isinstance(self.store, WorksInBackground):
             self.store.close()

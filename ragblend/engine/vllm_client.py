@@ -393,6 +393,8 @@ class VllmClient(VllmBase):
 
     def close(self) -> None:
         """Finish background work and free the sockets."""
+        if not self.is_usable:
+            return
         super().close()
         self.connection.close()
 

@@ -102,6 +102,8 @@ class VllmEngine(VllmBase):
 
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
+        if not self.is_usable:
+            return
         super().close()
         self._loop.close()
         if isinstance(self.store, WorksInBackground):
