@@ -118,8 +118,8 @@ class SentenceTransformerEmbedder:
     def _windows(self, text: str) -> list[_Window]:
         """The text in as few pieces as the model reads whole, of about equal size, cut between words where it can be.
 
-        Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find as
-        much as overlapping ones, and more than full windows and a short rest.
+        Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find more
+        than windows that overlap, and than full windows and a short rest.
         """
         limit = self.max_tokens
         # At most one token per byte plus two special ones, so short texts need no counting.
