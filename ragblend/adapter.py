@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -130,6 +130,7 @@ class BlendModel(BaseModel):
     strict: bool = False
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
     registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
+    opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the settings, then load or share the engine."""
@@ -140,11 +141,10 @@ class BlendModel(BaseModel):
         if unknown:
             known = ", ".join(sorted(_ENGINE_OPTIONS))
             raise UsageError(f"engine_options has {', '.join(unknown)}; choose from {known}. All else is a field")
-        opened_with = _OPENED_WITH.get(self.engine) if self.engine is not None else None
-        if opened_with is not None and self.model_fields_set >= _ENGINE_FIELDS:
+        if self.opened_with is not None:
             # Made from every field of another model, as LangChain's configurable fields and `as_chat` do: its settings
             # are what counts, and one of them may have been changed.
-            if opened_with != self._engine_settings():
+            if self.opened_with != self._engine_settings():
                 self.engine = None
                 self.registry = None if self.registry in _OWN_REGISTRIES else self.registry
         elif self.engine is not None:
@@ -163,8 +163,9 @@ class BlendModel(BaseModel):
     def _open_engine(self, api_key: Any = None) -> None:
         """The engine that the settings name, where there is none yet, and its registry."""
         if self.engine is None:
+            self.opened_with = self._engine_settings()
             secret = getattr(api_key, "get_secret_value", lambda: api_key)()
-            options = self._engine_settings() | ({"api_key": secret or None} if _is_served(self) else {})
+            options = self.opened_with | ({"api_key": secret or None} if _is_served(self) else {})
             self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
         _CLOSE_AT_EXIT.add(self.engine)
         if self.registry is None:
@@ -182,26 +183,24 @@ class BlendModel(BaseModel):
 
     def __getstate__(self) -> dict[Any, Any]:
         """The settings that open the engine again. Raises TypeError where there are none."""
-        settings = _OPENED_WITH.get(self.engine)
-        given = "engine" if settings is None else "registry" if self.registry not in _OWN_REGISTRIES else ""
-        if settings is not None and not isinstance(settings["store"], str | Path | None):
+        given = "engine" if self.opened_with is None else "registry" if self.registry not in _OWN_REGISTRIES else ""
+        if not given and not isinstance(self.store, str | Path | None):
             given = "store"
-        if given or settings is None:
+        if given:
             name = type(self).__name__
             raise TypeError(
                 f"this {name} was given its {given} as an object of this process, which cannot be pickled; name what "
                 f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
             )
         bare = copy(self)
-        del bare.__dict__["engine"], bare.__dict__["registry"]
-        # Those of the engine: one that was shared by hand was not opened with what the fields say.
-        bare.__dict__.update({name: settings[name] for name in _ENGINE_FIELDS & set(settings)})
-        bare.__dict__["engine_options"] = {name: settings[name] for name in _ENGINE_OPTIONS & set(settings)} or None
+        bare.__dict__["store"] = _resolved(self.store)  # found from another working directory, too
+        for name in ("engine", "registry", "opened_with"):
+            del bare.__dict__[name]
         return super(BlendModel, bare).__getstate__()
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         BaseModel.__setstate__(self, state)
-        self.engine = self.registry = None
+        self.engine = self.registry = self.opened_with = None
         self._open_engine()
 
     # --- prompts ---
@@ -414,7 +413,6 @@ def _glued(first: Sequence[Part], second: Sequence[Part]) -> list[Part]:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 _ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
-_OPENED_WITH: WeakKeyDictionary[Engine, dict[str, Any]] = WeakKeyDictionary()  # by `share_engine`, without secrets
 _OWN_REGISTRIES: WeakSet[ChunkRegistry] = WeakSet()  # those that a model found by itself
 _ENGINES_LOCK = threading.Lock()
 _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
@@ -427,8 +425,6 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
     def load() -> Engine:
         loaded: Engine = load_engine(model, store, **options)
         _CLOSE_AT_EXIT.add(loaded)
-        kept = {name: value for name, value in options.items() if name != "api_key"}
-        _OPENED_WITH[loaded] = {"model": model, "store": _resolved(store), **kept}
         return loaded
 
     if store is not None and not isinstance(store, str | Path):

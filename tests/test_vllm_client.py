@@ -165,6 +165,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
             except OSError:
                 script.broken.set()
+                self.close_connection = True
                 return
         self.wfile.write(b"0\r\n\r\n")
 
