@@ -124,7 +124,7 @@ class Notices:
                     f"{self._command('precompute')}",
                 )
                 return
-        if self._has_hit:
+        if self._has_hit or self._is_cut_off:
             return
         if not headers and self._local_tiers:
             then = (
@@ -149,8 +149,8 @@ class Notices:
             self._say_missing()
 
     def _say_missing(self) -> None:
-        if self._said or any(tier.counters.num_failures for tier in self._tiers):
-            return  # the cause was named already, here or by a remote tier that does not answer
+        if self._said or self._is_cut_off:
+            return
         prompts = "a prompt" if self._num_prompts == 1 else f"the first {self._num_prompts} prompts"
         self._say(
             "missing",
@@ -188,6 +188,11 @@ class Notices:
         return store.tiers if isinstance(store, TieredStore) else (store,)
 
     @property
+    def _is_cut_off(self) -> bool:
+        """Whether a remote tier did not answer: it has said so itself, and what it holds is not known."""
+        return any(tier.counters.num_failures for tier in self._tiers)
+
+    @property
     def _local_tiers(self) -> list[DiskStore | MemoryStore]:
         """Those whose entries can be looked at: a remote tier's or a server's cannot."""
         return [tier for tier in self._tiers if isinstance(tier, DiskStore | MemoryStore)]
@@ -208,8 +213,12 @@ class Notices:
     # -- words
 
     def _place(self) -> str:
-        places = (getattr(tier, name, None) for tier in self._tiers for name in ("url", "root"))
-        return next((f"the store {place}" for place in places if isinstance(place, str | Path)), "memory")
+        """Where entries outlive the process, without passwords."""
+        found = []
+        for tier in self._tiers:
+            places = (getattr(tier, "url", None), getattr(getattr(tier, "values", None), "url", None))
+            found += [place for place in (*places, getattr(tier, "root", None)) if isinstance(place, str | Path)][:1]
+        return f"the store {' and '.join(map(str, found))}" if found else "memory"
 
     def _described(self, prefix_ids: tuple[int, ...]) -> str:
         """A prefix in a few words."""
