@@ -14,12 +14,13 @@ import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,10 +29,11 @@ from ragblend.engine import StoreOptions
 from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
 from ragblend.recovery import Block, check_separator, recover
-from ragblend.registry import registry_of
+from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk, Part, SegmentedPrompt
 
 if TYPE_CHECKING:
+    from ragblend.engine.notices import Notices
     from ragblend.engine.protocols import Engine, Stream
 
 T = TypeVar("T")
@@ -75,6 +77,10 @@ _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 # What `load_engine` takes and no field is for.
 _ENGINE_OPTIONS = frozenset({*StoreOptions.__annotations__, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
+_ENGINE_FIELDS = frozenset(  # what opens an engine
+    {"model", "store", "remote", "backend", "dtype", "device", "system", "namespace", "on_miss", "max_retries"}
+    | {"vllm_options", "engine_options"}
+)
 _TOOL_ARGUMENTS = ("tools", "tool_choice", "functions", "function_call", "response_format")
 
 
@@ -89,7 +95,10 @@ class BlendModel(BaseModel):
     """Fields and behaviour common to every framework's model over one engine.
 
     Give `engine=`, or what `load_engine` takes: `model`, `store` and so on; models of the same process that name the
-    same ones share one engine. `strict=True` raises UnrecognisedChunkError when a prompt holds no known chunk, when a
+    same ones share one engine. A copy, deep or not, shares the engine. Pickled, a model is its settings: it opens its
+    engine again where it is loaded, with the API key from the environment (`RAGBLEND_API_KEY`), because keys are not
+    kept. One that was given an engine, a registry or a store that is an object cannot be pickled, and says so.
+    `strict=True` raises UnrecognisedChunkError when a prompt holds no known chunk, when a
     chunk given explicitly (or a configured separator) is not in it, or when a chunk's KV is not in the store. A call
     may override every field from `mode` to `strict`.
     """
@@ -122,6 +131,7 @@ class BlendModel(BaseModel):
     strict: bool = False
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
     registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
+    opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the settings, then load or share the engine."""
@@ -132,29 +142,67 @@ class BlendModel(BaseModel):
         if unknown:
             known = ", ".join(sorted(_ENGINE_OPTIONS))
             raise UsageError(f"engine_options has {', '.join(unknown)}; choose from {known}. All else is a field")
-        if self.engine is None:
-            self.engine = share_engine(
-                self.model,
-                self.store,
-                remote=self.remote,
-                backend=self.backend,
-                dtype=self.dtype,
-                device=self.device,
-                system=self.system,
-                namespace=self.namespace,
-                on_miss=self.on_miss,
-                **_backend_options(self, key),
-                **(self.engine_options or {}),
-            )
-        elif self.engine_options:
-            raise UsageError("engine_options make an engine, and the one given is made: hand them to load_engine")
-        else:
-            _CLOSE_AT_EXIT.add(self.engine)
+        if self.opened_with is not None:
+            # Made from every field of another model, as LangChain's configurable fields and `as_chat` do: its settings
+            # are what counts, and one of them may have been changed.
+            if self.opened_with != self._engine_settings():
+                self.engine = None
+                self.registry = None if self.registry in _OWN_REGISTRIES else self.registry
+        elif self.engine is not None:
+            if self.engine_options:
+                raise UsageError("engine_options make an engine, and the one given is made: hand them to load_engine")
             self.model = self.engine.name
             if self.system is None:
                 self.system = getattr(self.engine, "system", None)
+        self._open_engine(key)
+
+    def _engine_settings(self) -> dict[str, Any]:
+        """What `share_engine` takes; no secrets."""
+        own = {name: getattr(self, name) for name in _ENGINE_FIELDS - {"vllm_options", "max_retries", "engine_options"}}
+        return own | {"store": _resolved(self.store)} | _backend_options(self) | (self.engine_options or {})
+
+    def _open_engine(self, api_key: Any = None) -> None:
+        """The engine that the settings name, where there is none yet, and its registry."""
+        if self.engine is None:
+            self.opened_with = self._engine_settings()
+            secret = getattr(api_key, "get_secret_value", lambda: api_key)()
+            options = self.opened_with | ({"api_key": secret or None} if _is_served(self) else {})
+            self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
+        _CLOSE_AT_EXIT.add(self.engine)
         if self.registry is None:
             self.registry = registry_of(self.engine.store)
+            _OWN_REGISTRIES.add(self.registry)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy of the settings over the same engine, which is no value."""
+        shared = (self.engine, self.registry, self.store, *self._handlers())
+        return super().__deepcopy__({**(memo or {}), **{id(each): each for each in shared}})
+
+    def _handlers(self) -> Iterator[Any]:
+        """Callbacks: objects that somebody watches, and no values either."""
+        return (self.__dict__.get(name) for name in ("callbacks", "callback_manager"))
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """The settings that open the engine again. Raises TypeError where there are none."""
+        given = "engine" if self.opened_with is None else "registry" if self.registry not in _OWN_REGISTRIES else ""
+        if not given and not isinstance(self.store, str | Path | None):
+            given = "store"
+        if given:
+            name = type(self).__name__
+            raise TypeError(
+                f"this {name} was given its {given} as an object of this process, which cannot be pickled; name what "
+                f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
+            )
+        bare = copy(self)
+        bare.__dict__["store"] = _resolved(self.store)  # found from another working directory, too
+        for name in ("engine", "registry", "opened_with"):
+            del bare.__dict__[name]
+        return super(BlendModel, bare).__getstate__()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        BaseModel.__setstate__(self, state)
+        self.engine = self.registry = self.opened_with = None
+        self._open_engine()
 
     # --- prompts ---
 
@@ -235,6 +283,7 @@ class BlendModel(BaseModel):
     def _open(self, request: Request) -> Stream:
         """The answer as a stream, not started yet; arguments and prompt length are checked here."""
         options = request.options
+        self._note_prompt(request)
         more = {name: getattr(options, name) for name in ("top_p", "seed") if getattr(options, name) is not None}
         engine: Engine = self.engine
         return engine.stream(
@@ -247,6 +296,14 @@ class BlendModel(BaseModel):
             stop=options.stop or None,
             **more,
         )
+
+    def _note_prompt(self, request: Request) -> None:
+        """Tell the engine of a prompt in which no chunk was recognised: it may hold documents all the same."""
+        notices: Notices | None = getattr(self.engine, "notices", None)
+        if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
+            return
+        texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
+        notices.recognised_nothing(max(map(len, texts), default=0), lambda: len(self.registry) > 0)
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
@@ -295,11 +352,14 @@ def _check(settings: Any) -> None:
         check_separator(settings.separator)
 
 
-def _backend_options(model: BlendModel, api_key: Any) -> dict[str, Any]:
-    """What `load_engine` takes beside the ordinary, for this backend."""
-    if model.backend.startswith(("http://", "https://")):
-        secret = getattr(api_key, "get_secret_value", lambda: api_key)()
-        return {"api_key": secret or None, "max_retries": model.max_retries}
+def _is_served(model: BlendModel) -> bool:
+    return model.backend.startswith(("http://", "https://"))
+
+
+def _backend_options(model: BlendModel) -> dict[str, Any]:
+    """What `load_engine` takes beside the ordinary, for this backend; no secrets."""
+    if _is_served(model):
+        return {"max_retries": model.max_retries}
     return {"vllm_options": model.vllm_options} if model.vllm_options else {}
 
 
@@ -347,6 +407,7 @@ def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[s
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 _ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
+_OWN_REGISTRIES: WeakSet[ChunkRegistry] = WeakSet()  # those that a model found by itself
 _ENGINES_LOCK = threading.Lock()
 _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 
@@ -355,18 +416,24 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
     """`load_engine`, but one engine for all who ask for the same model, store and options while it is in use."""
     from ragblend.engine import load_engine
 
+    def load() -> Engine:
+        loaded: Engine = load_engine(model, store, **options)
+        _CLOSE_AT_EXIT.add(loaded)
+        return loaded
+
     if store is not None and not isinstance(store, str | Path):
-        own: Engine = load_engine(model, store, **options)
-        _CLOSE_AT_EXIT.add(own)
-        return own
-    key = (model, str(Path(store).resolve()) if store is not None else None, repr(sorted(options.items())))
+        return load()
+    key = (model, _resolved(store), repr(sorted(options.items())))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
-        if engine is None or getattr(engine, "closed", False):
-            loaded: Engine = load_engine(model, store, **options)
-            engine = _ENGINES[key] = loaded
-            _CLOSE_AT_EXIT.add(engine)
+        if engine is None or not getattr(engine, "is_usable", True):
+            engine = _ENGINES[key] = load()
         return engine
+
+
+def _resolved(store: Any) -> Any:
+    """A directory's absolute path, so that a pickled model finds it from any working directory; else `store`."""
+    return str(Path(store).resolve()) if isinstance(store, str | Path) else store
 
 
 @atexit.register

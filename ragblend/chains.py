@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ragblend.chat import REPHRASE
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llm import BlendLLM, ChatBlend
@@ -48,15 +49,7 @@ RetrieverLike = Runnable[str, list[Document]] | Callable[[str], list[Document]]
 """A LangChain retriever, or anything else that turns a question into documents."""
 
 REPHRASE_PROMPT = ChatPromptTemplate.from_messages(
-    [
-        (
-            "system",
-            "Given a chat history and the latest user question which might refer to it, write a standalone question "
-            "that can be understood without the history. Do not answer it; return it as it is if nothing is missing.",
-        ),
-        MessagesPlaceholder("chat_history"),
-        ("human", "{input}"),
-    ]
+    [("system", REPHRASE), MessagesPlaceholder("chat_history"), ("human", "{input}")]
 )
 """How `create_history_aware_blend_chain` asks for a question that stands alone."""
 

@@ -274,14 +274,29 @@ def chat(
     device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     demo: Annotated[bool, typer.Option("--demo", help="Chat about the demo's corpus; nothing else is needed.")] = False,
+    condense: Annotated[
+        bool | None,
+        typer.Option(
+            "--condense/--no-condense",
+            help="Have the model rewrite a follow-up into a question that stands alone, and search for that. "
+            "On, but for the embedded model, which cannot.",
+        ),
+    ] = None,
 ) -> None:
-    """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them."""
+    """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended behind them.
+
+    What a follow-up refers to is in the turns before it, so the model is asked first what to search for.
+    """
     settings = settings_for_demo(locals()) if demo else settings_from(locals())
     from ragblend.chat import ChatSession
+    from ragblend.engine.transformers_model import DEMO
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
+        condenses = engine.name != DEMO if condense is None else condense
         err.print("Ask a question; an empty line or Ctrl-D ends the chat.")
+        if not condenses and condense is None:
+            err.print("The embedded model cannot rephrase: follow-ups are searched for as they are typed.")
         while True:
             try:
                 question = input("> ").strip() if sys.stdin.isatty() else sys.stdin.readline().strip()
@@ -289,7 +304,10 @@ def chat(
                 break
             if not question:
                 break
-            hits = retrieve(opened, question, settings)
+            query = session.condense(question) if condenses else question
+            if condenses and session.has_answers:
+                err.print(f"searching for: {query}", markup=False)
+            hits = retrieve(opened, query, settings)
             stream = session.stream([hit.chunk for hit in hits], question, **generation_options(settings, temperature))
             for piece in stream:
                 print(piece, end="", flush=True)

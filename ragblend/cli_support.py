@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -176,9 +177,12 @@ def tier_options(settings: Settings) -> dict[str, Any]:
 
 def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
     """The index that the settings name, checked against the engine's tokenizer."""
+    from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
     index = open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+    if isinstance(engine, EngineBase) and settings.index != Settings().index:
+        engine.notices.flags += f" --index {shlex.quote(settings.index)}"
     profiles = getattr(engine, "profiles", None)
     if profiles is not None:
         profiles.chunker = index.manifest.chunker  # of several calibrations the one of this index

@@ -225,6 +225,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xff\xfe", "utf-16"),
     (b"\xfe\xff", "utf-16"),
 )
+_MAX_NAMED_LINES = 10  # bad lines of one file that are named one by one
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 

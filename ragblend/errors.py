@@ -48,6 +48,10 @@ class BackendUnreachableError(RagblendError, ConnectionError):
     exit_code = 5
 
 
+class EngineClosedError(RagblendError):
+    """The engine was closed before, or while, it was asked. An answer that was being streamed ends quietly instead."""
+
+
 class UnsupportedModelError(RagblendError):
     """A model whose layers cannot be fused exactly; names the layer type and the way out."""
 
@@ -78,3 +82,19 @@ class UnreadableDocumentError(RagblendError):
 
 class NotADocumentError(UnreadableDocumentError):
     """A file with nothing to read in it: empty, or of another kind. In a folder it is passed over, and counted."""
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise UsageError for lone surrogates: halves of a character, which no tokenizer, file or server takes.
+
+    >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
+        raise UsageError(
+            f"{what} holds a lone surrogate, U+{code:04X} at character {error.start} ({around!r}): bytes that were "
+            'decoded as another encoding, or half of an emoji. Decode it again, or replace it: text.encode("utf-8", '
+            '"replace").decode()'
+        ) from None

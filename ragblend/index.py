@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 
 from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
 from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, FileNote, Leftovers, Row, text_hash
-from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
+from ragblend.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
 
@@ -51,6 +51,7 @@ class Manifest:
 
     schema_version: int
     embedder: str
+    embedder_version: int
     dim: int
     tokenizer: str
     tokenizer_fingerprint: str
@@ -91,7 +92,8 @@ def open_index(
     if not create:
         raise NotFoundError(f"no index at {folder}; make one: ragblend ingest DOCS --index {folder}")
     chosen = load_embedder(_place(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
-    facts = {"embedder": chosen.name, "dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
+    facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
+    facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
     return ChunkIndex(ChunkDatabase.create(folder, facts), chosen, is_new=True)
 
@@ -152,6 +154,7 @@ class ChunkIndex:
         """The embedder of this index; found by its recorded name when none was given."""
         with self._embedder_lock:
             if self._embedder is None:
+                self._check_version(self._made_by.embedder)
                 self._embedder = load_embedder(self._made_by.embedder)
             return self._embedder
 
@@ -474,6 +477,7 @@ class ChunkIndex:
         return Manifest(
             schema_version=SCHEMA_VERSION,
             embedder=facts["embedder"],
+            embedder_version=int(facts.get("embedder_version", 1)),
             dim=int(facts["dim"]),
             tokenizer=facts["tokenizer"],
             tokenizer_fingerprint=facts["tokenizer_fingerprint"],
@@ -493,6 +497,17 @@ class ChunkIndex:
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
                 f"(dim {dim}); leave --embedder out to use that one, or make another index: ragblend ingest DOCS "
                 "--index NEW_PATH (stored KV is found, not recomputed)"
+            )
+        self._check_version(embedder)
+
+    def _check_version(self, embedder: Embedder | str) -> None:
+        """Raise StoreMismatchError when the vectors here are not what `embedder`, of the same name, gives now."""
+        made, now = self._made_by.embedder_version, embedder_version(embedder)
+        if made != now:
+            raise StoreMismatchError(
+                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
+                "which reads all of a long chunk and not only its beginning; make another index: ragblend ingest DOCS "
+                "--index NEW_PATH. Stored KV is found again, not recomputed"
             )
 
 

@@ -9,7 +9,7 @@ Knows llama-index-core, the index and the adapter. Knows nothing about LangChain
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +198,16 @@ class BlendQueryEngine(RetrieverQueryEngine):
         system: str | None = None,
         **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Over any LlamaIndex retriever; `llm` is a ragblend BlendLLM unless a synthesizer is given."""
+        """Over any LlamaIndex retriever; `llm` is a ragblend BlendLLM unless a synthesizer is given.
+
+        Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...): they are about its
+        own prompts, and for `streaming` and `system` beside a synthesizer, which has its own.
+        """
+        _refuse("from_args", [*map(repr, args), *kwargs])
+        if response_synthesizer is not None and (streaming or system is not None):
+            raise UsageError(
+                "streaming and system are the synthesizer's; give them to BlendSynthesizer, or leave it out"
+            )
         synthesizer = response_synthesizer or BlendSynthesizer(
             llm, system=system, streaming=streaming, callback_manager=callback_manager
         )
@@ -206,14 +215,53 @@ class BlendQueryEngine(RetrieverQueryEngine):
 
     @classmethod
     def from_index(
-        cls, index: BaseIndex[Any] | ChunkIndex | str | Path, llm: BlendLLM, *, similarity_top_k: int = 5, **kwargs: Any
+        cls,
+        index: BaseIndex[Any] | ChunkIndex | str | Path,
+        llm: BlendLLM,
+        *,
+        similarity_top_k: int = 5,
+        neighbours: int | None = None,
+        order: Literal["score", "document"] | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        streaming: bool = False,
+        system: str | None = None,
+        **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Over a LlamaIndex index, or a ragblend index (open, or its folder)."""
+        """Over a LlamaIndex index, or a ragblend index (open, or its folder), which alone has `neighbours` and `order`.
+
+        Raises UsageError for arguments that it does not know; a retriever of your own goes into `from_args`.
+        """
+        _refuse("from_index", kwargs)
         if isinstance(index, BaseIndex):
-            retriever = index.as_retriever(similarity_top_k=similarity_top_k)
+            if neighbours is not None or order is not None:
+                raise UsageError(
+                    f"neighbours and order are those of a ragblend index; {type(index).__name__} has neither. Leave "
+                    "them out, or give its retriever to BlendQueryEngine.from_args"
+                )
+            retriever: BaseRetriever = index.as_retriever(similarity_top_k=similarity_top_k)
         else:
-            retriever = BlendIndexRetriever(index, similarity_top_k=similarity_top_k)
-        return cls.from_args(retriever, llm, **kwargs)
+            retriever = BlendIndexRetriever(
+                index, similarity_top_k=similarity_top_k, neighbours=neighbours or 0, order=order or "score"
+            )
+        return cls.from_args(
+            retriever,
+            llm,
+            node_postprocessors=node_postprocessors,
+            callback_manager=callback_manager,
+            streaming=streaming,
+            system=system,
+        )
+
+
+def _refuse(where: str, unknown: Iterable[str]) -> None:
+    """Raise UsageError if there is anything: LlamaIndex itself would take it and do nothing with it."""
+    if names := list(unknown):
+        raise UsageError(
+            f"BlendQueryEngine.{where} does not know {', '.join(names)}. Its prompt is the model's own layout: other "
+            "response modes and templates go into index.as_query_engine(llm=...), and what a retriever takes into "
+            "from_args(index.as_retriever(...), llm)"
+        )
 
 
 class BlendIndexRetriever(BaseRetriever):
@@ -279,6 +327,11 @@ class BlendIngestion(TransformComponent):
         """Note which model this is."""
         super().model_post_init(context)
         self.fingerprint = getattr(self.llm, "engine", self.llm).fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the processes of `pipeline.run(num_workers=...)`: each opens a BlendLLM's engine for itself."""
+        self.llm.__reduce_ex__(2)  # raises what says why; LlamaIndex would leave out what cannot be pickled
+        return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute `nodes`, all of each document that is among them."""

@@ -10,19 +10,21 @@ Knows langchain-core and the adapter. Knows nothing about retrieval or chains.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from pydantic import ConfigDict
 
 from ragblend.adapter import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
 from ragblend.engine.report import Generation
-from ragblend.errors import UsageError
+from ragblend.errors import PromptTooLongError, UsageError, check_unicode
 from ragblend.segments import Chunk
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
     from langchain_core.documents import Document
+    from langchain_core.exceptions import ContextOverflowError
     from langchain_core.language_models import BaseChatModel, BaseLLM, LangSmithParams, LanguageModelInput
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
     from langchain_core.messages.ai import UsageMetadata
@@ -38,6 +40,9 @@ try:
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
 
+if TYPE_CHECKING:
+    from ragblend.engine.protocols import Stream
+
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
 _ROLES = {
     "system": "system",
@@ -51,14 +56,53 @@ _ROLES = {
 }
 
 
-class ChatBlend(BlendModel, BaseChatModel):
+class PromptOverflowError(PromptTooLongError, ContextOverflowError):
+    """A prompt beyond the model's context: our error, and the one that LangChain's middleware catches."""
+
+
+class _LangChainModel(BlendModel):
+    """What ChatBlend and BlendLLM share besides their engine."""
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of `text` by the engine's own tokenizer."""
+        check_unicode(text, "the text")
+        return list(self.engine.segmenter.text_ids(text))
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not on this engine: it writes text only."""
+        raise NotImplementedError(no_tools_message(self, "bind_tools"))
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Not on this engine: it writes text only."""
+        raise NotImplementedError(no_tools_message(self, "with_structured_output"))
+
+    def _open(self, request: Request) -> Stream:
+        with _overflow():
+            return super()._open(request)
+
+    def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
+        with _overflow():  # a server may say so only now
+            yield from super()._pieces(stream, request, cancelled)
+
+
+@contextmanager
+def _overflow() -> Iterator[None]:
+    """A prompt that is too long, as the error that LangChain looks for."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise PromptOverflowError(str(error)) from error
+
+
+class ChatBlend(_LangChainModel, BaseChatModel):
     """A LangChain chat model that answers from fused chunk KV.
 
     `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
     recompute_ratio, max_tokens, temperature, stop, separator, strict and `segments=[...]` (strings, Chunks or Documents
     that are in the messages word for word). Chunks are also taken from content blocks
     `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents in a ToolMessage's artifact.
-    Tools and structured output raise NotImplementedError: the engine in this process only writes text.
+    Tools and structured output raise NotImplementedError: the engine in this process only writes text. A prompt beyond
+    the model's context raises PromptOverflowError: our PromptTooLongError, and LangChain's ContextOverflowError.
     """
 
     model_config = _CONFIG
@@ -75,18 +119,6 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Ids of `text` by the engine's own tokenizer."""
-        return list(self.engine.segmenter.text_ids(text))
-
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """Not on this engine: it writes text only."""
-        raise NotImplementedError(no_tools_message(self, "bind_tools"))
-
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Not on this engine: it writes text only."""
-        raise NotImplementedError(no_tools_message(self, "with_structured_output"))
 
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
         if not messages:
@@ -150,7 +182,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             yield chunk
 
 
-class BlendLLM(BlendModel, BaseLLM):
+class BlendLLM(_LangChainModel, BaseLLM):
     """A LangChain string model that answers from fused chunk KV. Takes what `ChatBlend` takes.
 
     A string prompt becomes one user turn in the model's own layout: the text before the chunks, the chunks, the rest
@@ -174,16 +206,10 @@ class BlendLLM(BlendModel, BaseLLM):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Ids of `text` by the engine's own tokenizer."""
-        return list(self.engine.segmenter.text_ids(text))
-
     def as_chat(self) -> ChatBlend:
         """The chat model over the same engine, with the same settings."""
-        shared = {*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose"} - {"engine_options"}
-        chat = ChatBlend(**{name: getattr(self, name) for name in shared})
-        chat.engine_options = self.engine_options  # the engine is made already
-        return chat
+        shared = (*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose")
+        return ChatBlend(**{name: getattr(self, name) for name in shared})
 
     # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
 

@@ -604,7 +604,6 @@ class Segmenter:
                 self._num_remembered -= len(oldest.text) + _ENTRY_CHARACTERS
 
     def _fresh_ids(self, piece: Piece, inside: bool) -> list[int]:
-        _require_unicode(piece.text)
         if piece.trusted:
             return self._template_ids(piece.text, inside)
         ids = self._untrusted_ids(piece.text, inside)
@@ -705,18 +704,6 @@ def _merged(pieces: Iterable[Piece | Chunk]) -> Iterator[Piece | Chunk]:
         yield piece
     if waiting:
         yield Piece(waiting, trusted=False)
-
-
-def _require_unicode(text: str) -> None:
-    """Raise UsageError for a text with lone surrogates, which no tokenizer reads and no key can be made of."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"character {error.start} of the text {text[max(0, error.start - 20) : error.end + 20]!r} is a lone "
-            "surrogate, which is no Unicode text; decode what it was read from with the right encoding, or replace it: "
-            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from error
 
 
 def _without_lead(tokenizer: Any) -> Tokenizer | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
+import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,8 +141,6 @@ def test_search_and_stats_describe_the_index(run, questions):
 
 
 def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
-    import io
-
     asked = [item["question"] for item in questions[:3]]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
     code, out, err = run("chat", "-k", "2", "--max-tokens", "8", *PLACE)
@@ -146,9 +149,23 @@ def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
     assert err.count("chunks from the store") == 3
 
 
-def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
-    import io
+@pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
+def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
+    """The embedded model cannot rephrase: it is not asked to unless told, and what it then writes is searched for."""
+    asked = [questions[0]["question"], "And where is that?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
+    flags = [condense] if condense else []
+    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", "--show-sources", *flags, *PLACE)
+    assert code == 0
+    shown = [line.removeprefix("searching for: ") for line in err.splitlines() if line.startswith("searching for: ")]
+    assert len(shown) == (condense == "--condense")
+    assert ("cannot rephrase" in err) == (condense is None)
+    searched = shown[0] if shown else asked[1]
+    found = run("search", searched, "-k", "2", "--index", "i")[1]
+    assert found.strip() in out
 
+
+def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
     question = questions[0]["question"]
     common = ("-k", "3", "--max-tokens", "8", *PLACE)
     code, out, err = run("ask", question, "--shadow", "1", "--json", *common)
@@ -243,6 +260,21 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
     code, out, _ = run("ask", question, "--json", "-k", "4", "--max-tokens", "8", *place, *remote)
     assert code == 0
     assert json.loads(out)["report"]["num_chunk_hits"] == 4
+
+
+def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_mends_it(run, home, questions, caplog):
+    system = ["--system", "Answer in one word; don't explain."]
+    ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
+    command = [sys.executable, "-m", "ragblend", *ask, "--json"]
+    path = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
+    (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
+    assert "3 of the 3 chunks of a prompt are stored in the store s behind another prefix (no system text)" in line
+    command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
+    assert run(*command[1:])[0] == 0
+    assert json.loads(run(*ask, "--json")[1])["report"]["num_chunk_hits"] == 3
+    assert not caplog.records
 
 
 def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
@@ -410,6 +442,10 @@ BAD_INPUT = {
     "flag": (["ask", "Who?", "--no-such-flag"], 2, "no-such-flag"),
     "empty question": (["ask", " ", *PLACE], 2, "question is empty"),
     "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
+    "bytes that are no text": (["ask", "Where is the caf\udce9?", *PLACE], 2, "lone surrogate.*'Where is the caf"),
+    "a system text that is none": (["ask", "Who?", "--system", "caf\udce9", *PLACE], 2, "the system text holds"),
+    "a namespace that is none": (["ask", "Who?", "--namespace", "caf\udce9", *PLACE], 2, "the namespace holds"),
+    "no such device": (["ask", "Who?", "--device", "quantum", *PLACE], 2, "device is 'quantum'"),
     "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
     "no document": (["remove", "", *PLACE], 2, "name is empty"),
     "nothing named": (["ingest", "docs", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),
@@ -418,8 +454,6 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
-    import re
-
     arguments, expected, message = BAD_INPUT[case]
     code, out, err = run(*arguments)
     assert code == expected, err
@@ -440,6 +474,14 @@ def test_unreadable_documents_are_named_and_the_exit_code_says_partial(run, home
     code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
     assert code == 6
     assert name in out
+
+
+def test_one_bad_json_line_costs_that_line_and_the_exit_code_says_partial(run, tmp_path):
+    (tmp_path / "docs.jsonl").write_text('"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n')
+    code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 6
+    assert re.search(r"not read: .*docs\.jsonl: line 2 is skipped", out)
+    assert "2 documents (0 unchanged), 2 chunks" in out
 
 
 def test_an_empty_corpus_is_an_error_with_the_way_out(run, tmp_path):
@@ -486,8 +528,6 @@ def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatc
 
 
 def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
-    import io
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Borics based?\nWhat does Nexon sell?\n\n"))
     code, out, err = run("chat", "--demo", "--max-tokens", "8")
@@ -533,8 +573,6 @@ def test_version_and_help(run):
 
 
 def test_import_ragblend_loads_nothing_heavy():
-    import subprocess
-
     heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
     script = f"import sys, ragblend, ragblend.cli; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import FrozenInstanceError, fields
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from ragblend.config import Settings, load_settings
 from ragblend.errors import UsageError
@@ -147,3 +150,11 @@ def test_the_remote_tier_is_named_by_flag_environment_or_file(tmp_path: Path, mo
 def test_settings_do_not_change_after_birth():
     with pytest.raises(FrozenInstanceError):
         Settings().k = 3  # type: ignore[misc]
+
+
+def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
+    """transformers names jinja2 in an extra only, which we do not install: chat templates would fail at run time."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (ours,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "jinja2")
+    theirs = (each for each in map(Requirement, requires("transformers") or ()) if each.name == "jinja2")
+    assert {str(each.specifier) for each in theirs} == {str(ours.specifier)}

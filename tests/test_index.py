@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -14,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend import embedders
+from ragblend.chunkdb import ChunkDatabase
 from ragblend.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
-from ragblend.index import DATABASE, MANIFEST, VECTORS, open_index
+from ragblend.index import DATABASE, MANIFEST, VECTORS, ChunkIndex, open_index
 from ragblend.segments import Chunk
 
 DIM = 512
@@ -471,21 +474,97 @@ needs_minilm = pytest.mark.skipif(not minilm_installed(), reason="extra `demo` i
 
 
 @needs_minilm
-def test_minilm_finds_by_meaning_and_warns_once_about_long_chunks(tmp_path, caplog):
+def test_minilm_finds_by_meaning(tmp_path):
     embedder = default_embedder()
     assert isinstance(embedder, MiniLMEmbedder)
     with open_index(tmp_path, embedder, create=True) as index:
         for source, texts in FACTS.items():
             index.add_document(source, "h", chunks_of(source, texts))
         assert best(index, "Who was the earliest computer programmer?") == "Ada Lovelace wrote the first program."
-        vectors = embedder.embed(["short", "long " * 300])
-        embedder.embed(["longer " * 300])
-    assert vectors.shape == (2, 384)
+
+
+FILLER = (
+    "The harbour was dredged again that winter, and the council argued at length about who should pay for a new quay. "
+    "Fishermen mended their nets in the sheds behind the church, as their fathers had, and sold herring by the crate. "
+)
+
+
+@needs_minilm
+def test_a_fact_at_the_end_of_a_chunk_twice_as_long_as_the_embedder_reads_is_found(tmp_path, caplog):
+    """512 tokens, the default chunk size; the embedder reads 256 at once. Nothing warns of it."""
+    facts = {
+        "The observatory's telescope was built by Elena Marsh in 1911.": "Who made the telescope?",
+        "Penguins breed on the southern island from November on.": "When do the birds nest?",
+        "The recipe needs two spoons of saffron and a lemon.": "Which spices does one cook with?",
+    }
+    with open_index(tmp_path, MiniLMEmbedder(), create=True) as index:
+        for number, fact in enumerate(facts):
+            text = f"{FILLER * 10}{fact}"
+            assert 430 < len(index.embedder._token_spans(text)) < 512
+            index.add_document(f"{number}.txt", "h", [Chunk(text, f"{number}.txt")])
+        for fact, question in facts.items():
+            (hit,) = index.search(question, k=1)
+            assert hit.chunk.text.endswith(fact)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@needs_minilm
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.sampled_from("ab é日\n\t.-_"), max_size=4000))
+def test_windows_are_the_text_cut_and_none_is_longer_than_the_embedder_reads(text):
+    embedder = shared_minilm()
+    windows = embedder._windows(text)
+    assert "".join(window.text for window in windows) == text
+    counted = embedder._model.tokenizer([window.text for window in windows], truncation=False, verbose=False)
+    assert max(map(len, counted["input_ids"])) <= embedder.max_tokens + 1  # a word that is cut may take one more
+    sizes = [window.num_tokens for window in windows]
+    assert len(sizes) == 1 or max(sizes) <= 254
+    assert len(sizes) == 1 or min(sizes) > max(sizes) - 64
+
+
+@functools.cache
+def shared_minilm() -> MiniLMEmbedder:
+    return MiniLMEmbedder()
+
+
+@needs_minilm
+def test_short_texts_are_embedded_as_the_model_does_and_all_rows_have_length_one():
+    embedder = shared_minilm()
+    texts = ["short", "long " * 300, "", "word " * 254, "x" * 5000]
+    vectors = embedder.embed(texts)
+    assert (vectors.shape, vectors.dtype) == ((5, 384), np.float32)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-    warnings = [record.message for record in caplog.records if record.name == "ragblend.embedders"]
-    assert len(warnings) == 1
-    assert "1 of 2 chunks are longer than the 256 tokens minilm reads" in warnings[0]
-    assert embedder.num_truncated == 2
+    alone = embedder._encode(embedder._model.encode_document, [texts[0], texts[3]])
+    np.testing.assert_allclose(vectors[[0, 3]], alone, atol=1e-5)
+    np.testing.assert_allclose(embedder.embed(texts[1:2]), vectors[1:2], atol=1e-5)
+
+
+@needs_minilm
+def test_text_that_is_no_unicode_is_refused_by_the_embedder():
+    words = HashingEmbedder()
+    for embed in (lambda text: shared_minilm().embed([text]), shared_minilm().embed_query, lambda t: words.embed([t])):
+        with pytest.raises(UsageError, match=r"lone surrogate, U\+D83D at character 5"):
+            embed("half \ud83d emoji")
+
+
+@needs_minilm
+def test_an_index_that_was_embedded_the_old_way_is_told_apart_and_says_what_to_do(tmp_path):
+    with open_index(tmp_path, MiniLMEmbedder(), create=True) as index:
+        index.add_document("a", "h", chunks_of("a", ["Ada wrote it."]))
+        assert index.manifest.embedder_version == 2
+    facts = {"embedder": "minilm", "dim": 384, "chunk_size": 512, "tokenizer": "", "tokenizer_fingerprint": ""}
+    old = ChunkIndex(ChunkDatabase.create(tmp_path / "old", facts), is_new=True)  # as it was written before
+    assert old.manifest.embedder_version == 1
+    with pytest.raises(StoreMismatchError, match=r"version 1 of 'minilm', this is version 2.*ingest DOCS --index NEW"):
+        old.search("Who?")
+    old.close()
+    for embedder in ("minilm", MiniLMEmbedder()):
+        with pytest.raises(StoreMismatchError, match="ragblend ingest DOCS"):
+            open_index(tmp_path / "old", embedder)
+    with open_index(tmp_path / "old") as readable:  # stats, verify and remove still work
+        assert readable.num_chunks == 0
+    with open_index(tmp_path / "words", HashingEmbedder(), create=True) as words:
+        assert words.manifest.embedder_version == 1
 
 
 @needs_minilm

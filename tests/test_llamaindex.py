@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, SegmentedPrompt, open_index
 from ragblend.adapter import UnrecognisedChunkError, precompute_and_register
@@ -265,12 +267,55 @@ def test_query_engine_applies_postprocessors(llm: BlendLLM, vector_index: Vector
     assert str(engine.query(QUESTION)) == "Empty Response"
 
 
+def test_arguments_that_would_do_nothing_are_refused(
+    llm: BlendLLM, vector_index: VectorStoreIndex, blend_index: Any
+) -> None:
+    for index in (vector_index, blend_index):
+        with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode\."):
+            BlendQueryEngine.from_index(index, llm, top_k=2, response_mode="refine")
+    with pytest.raises(UsageError, match="VectorStoreIndex has neither"):
+        BlendQueryEngine.from_index(vector_index, llm, neighbours=1)
+    retriever = vector_index.as_retriever()
+    with pytest.raises(UsageError, match="from_args does not know text_qa_template"):
+        BlendQueryEngine.from_args(retriever, llm, text_qa_template=PromptTemplate("{query_str}"))
+    with pytest.raises(UsageError, match="the synthesizer's"):
+        BlendQueryEngine.from_args(retriever, response_synthesizer=BlendSynthesizer(llm), system="Be brief.")
+    around = BlendQueryEngine.from_index(blend_index, llm, similarity_top_k=1, neighbours=1, order="document")
+    assert [node.node.get_content() for node in around.retrieve(QueryBundle(QUESTION))] == TEXTS
+
+
 def test_as_query_engine_takes_our_synthesizer_or_our_llm(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
     own = vector_index.as_query_engine(llm=llm, similarity_top_k=2, response_synthesizer=BlendSynthesizer(llm))
     response: Any = own.query(QUESTION)
     assert response.metadata["ragblend"]["num_chunk_hits"] == 2
     strict = BlendLLM(engine=llm.engine, max_tokens=6, strict=True)
     vector_index.as_query_engine(llm=strict, similarity_top_k=2).query(QUESTION)  # strict: raises unless recognised
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any, tmp_path: Path, caplog: Any) -> None:
+    llm = BlendLLM(store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5)
+    precompute_and_register(TEXTS, llm)
+    other = copied(llm)
+    assert other.engine is llm.engine
+    assert (other.max_tokens, other.recompute_ratio, other.engine_options) == (4, 0.5, {"memory_gib": 1})
+    assert other.complete(f"{A}\n\n{QUESTION}").text == llm.complete(f"{A}\n\n{QUESTION}").text
+    assert other.callback_manager is not None
+    assert not caplog.records
+    llm.engine.close()
+
+
+def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: BlendLLM, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="TransformersEngine holds a model"):
+        pickle.dumps(BlendIngestion(llm=llm.engine))
+    with pytest.raises(TypeError, match="given its engine"):
+        pickle.dumps(BlendIngestion(llm=llm))
+    own = BlendLLM(store=str(tmp_path), max_tokens=4)
+    assert pickle.loads(pickle.dumps(BlendIngestion(llm=own))).llm.engine is own.engine
+    own.engine.close()
 
 
 # --- our index --------------------------------------------------------------------------------------------------------

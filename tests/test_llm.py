@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +20,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -26,7 +32,8 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.prompt_values import ChatPromptValue
-from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
@@ -35,6 +42,7 @@ from ragblend.engine.disk import DiskStore
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.selection import DEFAULT_RATIO
+from ragblend.engine.store import MemoryStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.llm import BlendLLM, ChatBlend
@@ -357,6 +365,135 @@ def test_as_chat_shares_engine_and_settings(engine: TransformersEngine) -> None:
     assert (chat.max_tokens, chat.mode, chat.separator) == (3, "reuse", "[[RB]]")
 
 
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def rebuilt(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, rebuilt, lambda model: model.model_copy(deep=True)])
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any, copied: Any, tmp_path: Path) -> None:
+    model = kind(store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True)
+    precompute_and_register([A, B], model)
+    other = copied(model)
+    assert other.engine is model.engine
+    assert other.model_dump() == model.model_dump()
+    assert (other.stop, other.strict) == (["never"], True)
+    first, second = (each.invoke(CONTEXT) for each in (model, other))
+    assert getattr(first, "content", first) == getattr(second, "content", second)
+    other.stop.append("more")
+    assert model.stop == ["never"]
+    model.engine.close()
+    assert rebuilt(model).engine is not model.engine
+
+
+def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
+    chat = ChatBlend(store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
+    precompute_and_register([A, B], chat)
+    answer = chat.invoke(CONTEXT)
+    chain = PromptTemplate.from_template("{text}") | chat
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = pool.submit(chain.invoke, {"text": CONTEXT}).result()
+    assert found.text == answer.text
+    assert found.response_metadata["ragblend"]["num_chunk_hits"] == 2
+    chat.engine.close()
+
+
+def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from ragblend.llm import ChatBlend\n"
+        "chat = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "chat.invoke('Who?')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    try:\n"
+        "        chat.invoke('Who?')\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+        "    own = ChatBlend(store=sys.argv[1], max_tokens=1)\n"
+        "    print(own.engine is chat.engine)\n"
+        "    sys.exit()\n"  # at exit, the child leaves its parent's engine alone
+        "os.waitpid(child, 0)\n"
+        "chat.engine.close()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert re.search(r"loaded before this process was forked.*get_context\('spawn'\)\nFalse", shown)
+
+
+def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine)
+    assert copy.deepcopy(chat).engine is engine
+    with pytest.raises(TypeError, match=r"given its engine as an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
+        pickle.dumps(chat)
+    for attempt in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match=r"TransformersEngine holds a model.*Send what load_engine takes"):
+            attempt(engine)
+    held = ChatBlend(model="demo", store=MemoryStore(1 << 20))
+    with pytest.raises(TypeError, match="given its store"):
+        pickle.dumps(held)
+    listed = ChatBlend(model="demo", registry=ChunkRegistry())
+    with pytest.raises(TypeError, match="given its registry"):
+        pickle.dumps(listed)
+    assert (copy.deepcopy(held).store, copy.deepcopy(listed).registry) == (held.store, listed.registry)
+
+
+def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> None:
+    options = {"memory_gib": 1}
+    model = ChatBlend(store=tmp_path / "a", max_tokens=2, engine_options=options)
+    fields = {"temperature": ConfigurableField("t"), "store": ConfigurableField("s")}
+    configurable: Any = model.configurable_fields(**fields)
+    warm, _ = configurable._prepare({"configurable": {"t": 0.5}})
+    assert (warm.engine, warm.temperature, warm.engine_options) == (model.engine, 0.5, options)
+    other, _ = configurable._prepare({"configurable": {"s": str(tmp_path / "b")}})
+    assert other.engine is not model.engine
+    assert other.engine.store.tiers[1].root == tmp_path / "b"
+    assert other.registry.path == tmp_path / "b" / "texts.sqlite"
+    other.engine.close()
+    model.engine.close()
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+LONG = "Context: " + "Nobody has ingested this text about the harbour. " * 30 + "\n\nWho built it?"
+
+
+def test_a_chain_over_a_store_that_was_never_filled_is_told_to_ingest(tmp_path: Path, caplog: Any) -> None:
+    for prompts, count in (([LONG] * 4, "3 prompts were"), ([LONG], "a prompt was")):
+        caplog.clear()
+        llm = BlendLLM(store=tmp_path / str(len(prompts)), max_tokens=1, engine_options={"memory_gib": 1})
+        for number, prompt in enumerate(prompts):
+            llm.invoke(prompt, max_tokens=1)
+            assert len(caplog.records) == (number >= 2)
+        llm.engine.close()
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert f"nothing was ingested into the store {tmp_path / str(len(prompts))}, so {count} prefilled" in line
+        assert "ragblend ingest DOCS --model demo --store" in line
+        assert line.endswith("ragblend.precompute.precompute_documents(documents, llm)")
+
+
+def test_a_model_that_is_asked_without_documents_is_not_warned(tmp_path: Path, caplog: Any) -> None:
+    chat = ChatBlend(store=tmp_path, max_tokens=1)
+    for _ in range(4):
+        chat.invoke("Who are you?")
+    chat.invoke(LONG)  # before anything was ingested
+    precompute_and_register([A, B], chat)
+    chat.invoke(CONTEXT)
+    for _ in range(4):
+        chat.invoke(LONG)
+    chat.engine.close()
+    assert not caplog.records
+
+
+def test_texts_that_are_never_found_are_said(chat: ChatBlend, caplog: Any) -> None:
+    for _ in range(4):
+        chat.invoke(LONG, max_tokens=1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no ingested text was found in the first 3 long prompts")
+
+
 # --- streaming, concurrency, cancelling -------------------------------------------------------------------------------
 
 
@@ -490,9 +627,19 @@ def test_images_are_refused_by_name(kind: Any, engine: TransformersEngine) -> No
         kind(engine=engine).invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
 
 
-def test_a_document_larger_than_the_context(chat: ChatBlend) -> None:
-    with pytest.raises(PromptTooLongError, match="retrieve fewer chunks"):
-        chat.invoke("the chunk " * 2000)
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any, engine: TransformersEngine) -> None:
+    llm, long = kind(engine=engine, max_tokens=2), "the chunk " * 2000
+    for attempt in (lambda: llm.invoke(long), lambda: list(llm.stream(long)), lambda: llm.batch([long])):
+        with pytest.raises(ContextOverflowError, match="retrieve fewer chunks") as raised:
+            attempt()
+        assert isinstance(raised.value, PromptTooLongError)
+    with pytest.raises(ContextOverflowError):
+        await llm.ainvoke(long)
+    with pytest.raises(ContextOverflowError):
+        [piece async for piece in llm.astream(long)]
+    shorter = RunnableLambda(lambda prompt: "a shorter one")
+    assert llm.with_fallbacks([shorter], exceptions_to_handle=(ContextOverflowError,)).invoke(long) == "a shorter one"
 
 
 @pytest.mark.parametrize("separator", ["", " # # "])
@@ -552,12 +699,26 @@ def test_bad_calls(call: dict[str, Any], reason: str, chat: ChatBlend) -> None:
         chat.invoke("Q", **call)
 
 
+def test_half_a_character_is_refused_in_words(chat: ChatBlend) -> None:
+    half = "half \ud83d emoji"
+    for call in (
+        lambda: chat.invoke(half),
+        lambda: chat.invoke(half, segments=[half]),
+        lambda: precompute_and_register([Document(half)], chat),
+        lambda: chat.get_num_tokens(half),
+    ):
+        with pytest.raises(UsageError, match="holds a lone surrogate"):
+            call()
+
+
 def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
     with pytest.raises(UsageError, match="'critic'"):
         chat.invoke([ChatMessage(content="Q", role="critic")])
 
 
-def test_tools_and_structured_output_say_what_to_do_instead(chat: ChatBlend) -> None:
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_tools_and_structured_output_say_what_to_do_instead(kind: Any, engine: TransformersEngine) -> None:
+    chat = kind(engine=engine)
     attempts: list[Callable[[], Any]] = [
         lambda: chat.bind_tools([]),
         lambda: chat.with_structured_output({}),

@@ -210,11 +210,6 @@ def test_thousands_of_control_tokens_in_a_text_are_cut(make_tokenizer):
     assert text_of(segmenter, ids) == text
 
 
-def test_a_lone_surrogate_is_named_with_its_place(segmenter):
-    with pytest.raises(UsageError, match=r"character 3 of the text 'one.*lone surrogate"):
-        segmenter.text_ids("one\ud800two")
-
-
 def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer):
     """Gemma adds newlines, GPT-NeoX runs of spaces: documents are full of them. `<tool_call>` stays control."""
     tokenizer = make_tokenizer(added=("\n\n", "    ", "漢", "<tool_call>"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,7 @@ from ragblend.engine.vllm_client import Connection, VllmClient, events
 from ragblend.engine.vllm_params import PARAMS_KEY, VllmReport, parse_params
 from ragblend.errors import (
     BackendUnreachableError,
+    EngineClosedError,
     NotFoundError,
     PromptTooLongError,
     RagblendError,
@@ -168,6 +170,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that hangs up is what some tests are about
+            super().handle_error(request, client_address)
+
+
 @pytest.fixture
 def script() -> Script:
     return Script()
@@ -175,7 +183,7 @@ def script() -> Script:
 
 @pytest.fixture
 def url(script: Script) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Handler,), {"script": script}))
+    server = Server(("127.0.0.1", 0), type("Scripted", (Handler,), {"script": script}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -541,6 +549,62 @@ def test_texts_are_remembered_in_a_directory_of_the_client(url: str, script: Scr
     anew = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
     assert anew.invoke("who?").response_metadata["finish_reason"] == "stop"
     anew.engine.close()
+
+
+# --- what is said, and how it ends ------------------------------------------------------------------------------------
+
+
+def test_kv_that_the_server_has_behind_no_system_text_is_said_once(
+    url: str, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    with load_engine("demo", backend=url) as plain:
+        precompute_documents([A, B], plain)
+    with load_engine("demo", backend=url, system="Be brief.", on_miss="inline") as engine:
+        for _ in range(3):
+            engine.generate(SegmentedPrompt([A, B], "Who?", "Be brief."))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"2 of the 2 chunks of a prompt are stored in the store {url} behind another prefix (no system text)" in line
+    assert f"ragblend precompute --model demo --backend {url} --system 'Be brief.'" in line
+
+
+def test_a_server_that_has_none_of_the_chunks_is_said_after_a_few_requests_or_at_the_end(
+    url: str, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    for num_requests, text in ((5, "none of the 6 chunks in the first 3 prompts"), (1, "none of the 2 chunks in a pr")):
+        caplog.clear()
+        with load_engine("demo", backend=url, on_miss="inline") as engine:
+            for _ in range(num_requests):
+                engine.generate(PROMPT)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(text)
+        assert f"ragblend ingest DOCS --model demo --backend {url}" in record.getMessage()
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script, segmenter: Segmenter) -> None:
+    """Read to its middle, by a thread that waits for the server, and not begun."""
+    script.answer = ids(segmenter, "Kinport") * 4
+    script.gate = threading.Event()  # the server holds back all but the first token
+    engine: Any = load_engine("demo", backend=url)
+    waiting, unread = engine.stream(PROMPT), engine.stream(PROMPT)
+    next(waiting)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(waiting))
+    thread.start()
+    half = engine.stream(PROMPT)
+    next(half)
+    engine.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert (ended, list(half), list(unread)) == ([], [], [])
+    assert [stream.result.finish_reason for stream in (waiting, half, unread)] == ["cancelled"] * 3
+    assert waiting.result.text == half.result.text == "Kinport"
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.generate(PROMPT)
+    engine.close()
+    script.gate.set()
 
 
 # --- a vLLM without ragblend ------------------------------------------------------------------------------------------

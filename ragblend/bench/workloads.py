@@ -21,7 +21,7 @@ from ragblend.engine.kv import DTYPES, dtype_name
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.engine.transformers_model import LoadedModel
+from ragblend.engine.transformers_model import LoadedModel, find_device
 from ragblend.errors import UsageError
 from ragblend.segments import Chunk, DeclaredFormat, SegmentedPrompt, Segmenter
 
@@ -113,7 +113,7 @@ def random_model(
     """
     from transformers import AutoModelForCausalLM
 
-    config = model_config(shape)
+    device, config = find_device(str(device)), model_config(shape)
     with torch.device("meta"):  # no memory, no initialisation
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -158,6 +159,12 @@ def load_engine(
     and `dtype`, `device` and `tiers` are set where the server starts (UsageError here). `api_key`, `timeout` (seconds)
     and `max_retries` are for HTTP.
     """
+    options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
+    if store is None or isinstance(store, str | Path):
+        options["flags"] = _command_flags(
+            model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")), dtype=dtype,
+            device=device, namespace=namespace, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     if backend.startswith(("http://", "https://")):
         if dtype != "auto" or device != "auto" or vllm_options:
             raise UsageError(f"dtype, device and vllm_options are set where the server starts, not with {backend}")
@@ -165,15 +172,14 @@ def load_engine(
         asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         return _load_client(
             model, store, backend, {name: value for name, value in asked.items() if value is not None},
-            {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}, trust_remote_code,
+            options, trust_remote_code,
         )  # fmt: skip
     if backend == "vllm":
         if device != "auto":
             raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
         return _load_vllm(
             model, store, dtype, vllm_options or {}, {**_tier_defaults(), **tiers},
-            {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow},
-            new_model, trust_remote_code,
+            options, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
         raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
@@ -205,14 +211,29 @@ def load_engine(
         kv_store,
         name=loaded.name,
         fingerprint=loaded.fingerprint,
-        system=system,
-        namespace=namespace,
-        on_miss=on_miss,
-        shadow=shadow,
+        **options,
         machine=read_profile(Path(store), loaded.fingerprint, machine_facts(layers.device))
         if isinstance(store, str | Path)
         else None,
     )
+
+
+def _command_flags(store: str | Path | None, **settings: Any) -> str:
+    """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees."""
+    served = settings["backend"].startswith(("http://", "https://"))
+    if store is None and not served:
+        return ""
+    defaults = {"backend": "transformers", "dtype": "auto", "device": "auto"}
+    words: list[str] = []
+    for name, value in {**settings, "store": store}.items():
+        if value and value != defaults.get(name):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
+
+
+def _without_password(url: str | None) -> str | None:
+    """The URL, for a log; None where it holds a password, which the environment has then."""
+    return None if url is None or "@" in url else url
 
 
 def _tier_defaults() -> dict[str, Any]:

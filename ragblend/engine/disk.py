@@ -4,6 +4,7 @@
     ROOT/models/FINGERPRINT.json    whose KV the store holds
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/profiles/NAME.json         what was calibrated (see `profile`)
+    ROOT/entries.jsonl              whose namespace each entry is of, where quotas are kept (see `room`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
 its room.
@@ -16,11 +17,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,22 +28,18 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
 from ragblend.engine.directory import Directory, unlink
-from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
+from ragblend.engine.eviction import Policy
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
 from ragblend.engine.profile import PROFILES_DIR, Profile
 from ragblend.engine.protocols import StoreCounters
-from ragblend.engine.sizes import format_bytes
-from ragblend.errors import NotFoundError, StoreFullError, UsageError
+from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
+from ragblend.errors import NotFoundError, UsageError
 
 log = logging.getLogger(__name__)
 
-ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 MODELS_DIR, PINS_DIR = "models", "pins"
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
-RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look again at what others wrote
-
-_NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 
 class StoreEntry(NamedTuple):
@@ -73,21 +69,15 @@ class GcResult(NamedTuple):
     kept_bytes: int
 
 
-class _Facts(NamedTuple):
-    """What eviction needs to know of an entry. worth: recompute cost / bytes."""
-
-    namespace: str
-    worth: float
-
-
 class DiskStore:
     """KVStore in a directory, safe to share between threads and processes.
 
     `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first, by `policy`:
     "lru" removes the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`; uses are
     counted by this process, the time of the last use is on disk). `quotas`: bytes each namespace may hold; one that
-    has too many loses its own. Pinned entries stay. Of several processes that write at the same time each may exceed
-    the budget by a sixteenth of it before it sees what the others wrote.
+    has too many loses its own. Pinned entries stay. A `put` looks at no other entry (see `room`), so of several
+    processes that write at the same time each may exceed the budget, or a quota, by a sixteenth of it before it sees
+    what the others wrote.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
@@ -108,17 +98,20 @@ class DiskStore:
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
         self._counters = StoreCounters()
-        self._quotas = Quotas(quotas)
-        self._ranking = Ranking(policy)
-        self._facts: dict[str, _Facts] = {}  # of entries whose headers this process has read
-        self._known_bytes: int | None = None  # what the entries hold, as far as this process knows
-        self._unseen_bytes = 0  # written here since it last looked
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
-        self._room_lock = threading.Lock()
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
         self._directory = Directory(self.root, fsync=fsync)
+        self._room = Room(
+            self._directory,
+            capacity_bytes,
+            policy,
+            quotas,
+            read_header=self.header,
+            pinned=self.pinned_keys,
+            evicted=lambda key: self._count(num_evicted=1),
+        )
 
     @property
     def counters(self) -> StoreCounters:
@@ -148,10 +141,11 @@ class DiskStore:
             assert file is not None
             self._quarantine(key, path, file, str(error))
         else:
+            handle = file.fd
             self._count(num_hits=1)
-            self._note_use(kv.header, kv.nbytes)
+            self._room.read(kv.header, lambda: os.fstat(handle).st_size)
             if self._may_be_stale(key):
-                self._touch(key, file.fd)
+                self._touch(key, handle)
             return kv
         self._count(num_misses=1)
         return None
@@ -166,10 +160,9 @@ class DiskStore:
         held = in_memory(kv)
         data_offset = header_nbytes(held)
         nbytes = data_offset + held.nbytes
-        with self._room_for(held.header, nbytes):
+        with self._room.for_entry(held.header, nbytes):
             self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
-        self._note_use(held.header, held.nbytes)
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
@@ -184,6 +177,13 @@ class DiskStore:
         except (OSError, UsageError, UnreadableError):
             return None
 
+    def headers(self) -> Iterator[KVHeader]:
+        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        for folder in self.root.glob("??"):
+            for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
+                if (header := self.header(path.stem)) is not None:
+                    yield header
+
     def delete(self, key: str) -> bool:
         """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed."""
         try:
@@ -191,6 +191,7 @@ class DiskStore:
         except UsageError:
             return False
         removed = [unlink(path), unlink(path.with_suffix(DAMAGED_SUFFIX))]
+        self._room.gone(key)
         return any(removed)
 
     def keys(self) -> Iterator[str]:
@@ -210,9 +211,7 @@ class DiskStore:
 
     def touch(self, key: str) -> None:
         """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
-        if (facts := self._facts.get(key)) is not None:
-            with self._lock:
-                self._ranking.use(key, facts.worth)
+        self._room.used(key)
         # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
         if self._may_be_stale(key):
             with suppress(UsageError):
@@ -276,6 +275,7 @@ class DiskStore:
         if not dry_run:
             for path, _ in doomed:
                 unlink(path)
+            self._room.changed()
             self._count(num_evicted=len(evicted))
         freed_bytes = sum(stat.st_size for _, stat in doomed)
         keys = tuple(path.stem for path, _ in evicted)
@@ -343,101 +343,16 @@ class DiskStore:
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
         return path
 
-    @contextmanager
-    def _room_for(self, header: KVHeader, nbytes: int) -> Iterator[None]:
-        """Make room for one entry, then let the caller write it; one at a time, so that two do not take the same."""
-        if self.capacity_bytes is None and not self._quotas:
-            yield
-            return
-        with self._room_lock:
-            self._make_room(header, nbytes)
-            yield
-            self._known_bytes = (self._known_bytes or 0) + nbytes
-            self._unseen_bytes += nbytes
-
-    def _make_room(self, header: KVHeader, nbytes: int) -> None:
-        """Evict until `nbytes` more fit the budget and the namespace's quota. Raises StoreFullError if they cannot."""
-        limit, quota = self.capacity_bytes, self._quotas.of(header.namespace)
-        for size, what, setting in ((limit, "the disk budget", "disk_gib"), (quota, "the quota", "quota_gib")):
-            if size is not None and nbytes > size:
-                raise StoreFullError(
-                    f"chunk {header.key} needs {format_bytes(nbytes)}, {what} of {self.root} is {format_bytes(size)} "
-                    f"in all; raise {setting}"
-                )
-        trusted = limit is None or self._unseen_bytes < limit * RESCAN_SHARE
-        if quota is None and trusted and self._known_bytes is not None and self._known_bytes + nbytes <= (limit or 0):
-            return
-        entries = self._in_eviction_order(skip=header.key)
-        used_bytes = sum(entry.nbytes for entry in entries) + self._drop_damaged(limit)
-        own_bytes = sum(entry.nbytes for entry in entries if entry.namespace == header.namespace)
-        excess_bytes = used_bytes + nbytes - limit if limit is not None else 0
-        over_bytes = own_bytes + nbytes - quota if quota is not None else 0
-        victims = set(choose_victims(lambda: entries, self.pinned_keys(), excess_bytes, {header.namespace: over_bytes}))
-        leaving = [entry for entry in entries if entry.key in victims]
-        freed_bytes = sum(entry.nbytes for entry in leaving)
-        own_freed_bytes = sum(entry.nbytes for entry in leaving if entry.namespace == header.namespace)
-        if freed_bytes < excess_bytes or own_freed_bytes < over_bytes:
-            raise StoreFullError(
-                f"chunk {header.key} needs {format_bytes(nbytes)}, pinned entries leave no room for it in {self.root}; "
-                "unpin a document (ragblend unpin DOC), or raise disk_gib or quota_gib"
-            )
-        for entry in leaving:
-            if unlink(self._path(entry.key)):
-                self._count(num_evicted=1)
-            with self._lock:
-                self._ranking.evicted(entry.key)
-            self._facts.pop(entry.key, None)
-        self._known_bytes, self._unseen_bytes = used_bytes - freed_bytes, 0
-
-    def _drop_damaged(self, limit: int | None) -> int:
-        """Bytes of files that were set aside; where a budget is to be kept they go first, and nothing is left."""
-        damaged = list(self._stats(DAMAGED_SUFFIX))
-        if limit is None:
-            return sum(stat.st_size for _, stat in damaged)
-        return sum(stat.st_size for path, stat in damaged if not unlink(path))
-
-    def _in_eviction_order(self, skip: str) -> list[Candidate]:
-        """Every entry but `skip`, the first to leave first."""
-        entries = [(path.stem, stat) for path, stat in self._by_last_use() if path.stem != skip]
-        if self._ranking.policy == "gdsf":
-            # The oldest first, so that equal priorities leave by last use. Headers are read before the lock is taken.
-            unknown = [(key, self._facts_of(key).worth) for key, _ in entries if key not in self._ranking]
-            with self._lock:
-                for key, worth in unknown:
-                    self._ranking.use(key, worth)
-                entries.sort(key=lambda item: self._ranking.rank(item[0]))
-        named = bool(self._quotas)
-        return [Candidate(key, stat.st_size, self._facts_of(key).namespace if named else "") for key, stat in entries]
-
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
         now_s = time.time()
         found = []
         for path, stat in self._stats(ENTRY_SUFFIX):
-            if stat.st_mtime > now_s + TOUCH_INTERVAL_S:
+            if stat.st_mtime > now_s + CLOCK_SLACK_S:
                 with suppress(OSError):
                     os.utime(path, (now_s, now_s))
             found.append((min(stat.st_mtime_ns, int(now_s * 1e9)), path.stem, path, stat))
         return [(path, stat) for _, _, path, stat in sorted(found, key=lambda item: item[:2])]
-
-    def _note_use(self, header: KVHeader, nbytes: int) -> None:
-        if self.capacity_bytes is None and not self._quotas:
-            return
-        facts = _Facts(header.namespace, recompute_cost(header) / max(1, nbytes))
-        with self._lock:
-            self._facts[header.key] = facts
-            self._ranking.use(header.key, facts.worth)
-
-    def _facts_of(self, key: str) -> _Facts:
-        """What eviction needs of an entry's header, read once; an unreadable one is worth nothing."""
-        if key not in self._facts:
-            header = self.header(key)
-            if header is None:
-                return _Facts("", 0.0)
-            with suppress(OSError):
-                nbytes = self._path(key).stat().st_size
-                self._facts[key] = _Facts(header.namespace, recompute_cost(header) / max(1, nbytes))
-        return self._facts.get(key, _Facts("", 0.0))
 
     def _pin_path(self, document: str) -> Path:
         return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
@@ -448,7 +363,7 @@ class DiskStore:
     def _files(self, suffix: str) -> Iterator[Path]:
         """Files of that suffix whose name is a key in the right directory, in order of their keys."""
         for path in sorted(self.root.glob(f"??/[!.]*{suffix}")):
-            if _NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
+            if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
                 yield path
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
@@ -476,6 +391,7 @@ class DiskStore:
     def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str) -> None:
         """Move a damaged file out of the way, unless another writer has already replaced it."""
         self._count(num_damaged=1)
+        self._room.changed()
         aside = path.with_suffix(DAMAGED_SUFFIX)
         try:
             if os.path.samestat(os.fstat(file.fd), path.stat()):
@@ -494,6 +410,6 @@ class DiskStore:
 
 
 def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a file of a store; use ragblend.engine.keys.chunk_key or fingerprint")
     return name

@@ -103,6 +103,12 @@ class Prefilled:
     read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
 
 
+class Listener(Protocol):
+    """Wants to know which chunks of an answered prompt were stored."""
+
+    def answered(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None: ...
+
+
 class DecodingEngine(Protocol):
     """What a GenerationStream needs of its engine. Every call may wait for the other requests' turn."""
 
@@ -110,6 +116,10 @@ class DecodingEngine(Protocol):
     def segmenter(self) -> Segmenter: ...
     @property
     def context_length(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def notices(self) -> Listener: ...
     def prefill(self, request: Request) -> Prefilled: ...
     def decode_step(self, token: int, fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
@@ -121,7 +131,10 @@ OnEnd = Callable[[Prefilled, Generation], None]
 
 
 class GenerationStream:
-    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+
+    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    """
 
     def __init__(self, engine: DecodingEngine, request: Request, on_end: OnEnd | None = None) -> None:
         self._engine = engine
@@ -144,6 +157,8 @@ class GenerationStream:
 
     def _run(self) -> Generator[str]:
         engine, request, result = self._engine, self._request, self.result
+        if engine.closed:
+            return
         prefilled = engine.prefill(request)
         sampler = Sampler(request.sampling)
         token = sampler.choose(prefilled.logits)
@@ -157,7 +172,7 @@ class GenerationStream:
         limit = min(request.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
         try:
-            while True:
+            while not engine.closed:
                 if token in ends:
                     result.finish_reason = "stop"
                     break
@@ -177,6 +192,8 @@ class GenerationStream:
             if rest:
                 result.text += rest
                 yield rest
+            if request.mode in ("blend", "reuse") and not report.refused_reason:
+                engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
             report.decode_s = perf_counter() - decode_start_s
             report.completion_tokens = len(result.token_ids)
@@ -206,10 +223,13 @@ class Backfill:
         self._lock = threading.Lock()
 
     def add(self, token_ids: tuple[int, ...]) -> None:
-        """Queue one chunk."""
+        """Queue one chunk. Once it is closed, or the interpreter going away, nothing is: the chunk stays a miss."""
         with self._lock:
             self._pending = [future for future in self._pending if not future.done() or future.exception()]
-            self._pending.append(self._executor.submit(self._work, token_ids))
+            try:
+                self._pending.append(self._executor.submit(self._work, token_ids))
+            except RuntimeError as error:
+                log.debug("a missed chunk is not stored: %s", error)
 
     def flush(self) -> None:
         """Wait for what is queued; raises what failed."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.eviction import Candidate, Policy, Quotas, Ranking, choose_victims, recompute_cost
-from ragblend.engine.kv import ChunkKV, MemoryKV, StoredLayer, in_memory
+from ragblend.engine.eviction import Held, Ledger, Policy, recompute_cost
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, in_memory
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -23,7 +23,7 @@ from ragblend.errors import StoreFullError, UsageError
 log = logging.getLogger(__name__)
 
 
-class _Held(NamedTuple):
+class _Entry(NamedTuple):
     """An entry in memory and the write counters its tensors had when it came in."""
 
     kv: MemoryKV
@@ -48,15 +48,20 @@ class MemoryStore:
             raise UsageError(
                 f"capacity_bytes is {capacity_bytes}; choose 0 (hold nothing) or more, such as 8 * 1024**3"
             )
-        self.capacity_bytes = capacity_bytes
-        self._entries: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
-        self._ranking = Ranking(policy)
-        self._quotas = Quotas(quotas)
+        self._ledger = Ledger(capacity_bytes, policy, quotas)
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[str]] = {}  # by document
-        self._used_bytes = 0
-        self._used_by_namespace: dict[str, int] = {}
         self._counters = StoreCounters()
         self._lock = threading.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What it may hold; a smaller one takes effect at the next `put`."""
+        return self._ledger.capacity_bytes or 0
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, nbytes: int) -> None:
+        self._ledger.capacity_bytes = nbytes
 
     @property
     def counters(self) -> StoreCounters:
@@ -77,7 +82,7 @@ class MemoryStore:
                 self._drop(key)
             else:
                 self._entries.move_to_end(key)
-                self._use(held.kv)
+                self._ledger.use(key)
                 self._counters.num_hits += 1
                 return held.kv
             self._counters.num_misses += 1
@@ -101,17 +106,14 @@ class MemoryStore:
         with self._lock:
             self._drop(held.header.key)
             self._make_room(held)
-            namespace = held.header.namespace
-            self._entries[held.header.key] = _Held(held, versions(held.layers))
-            self._used_bytes += held.nbytes
-            self._used_by_namespace[namespace] = self._used_by_namespace.get(namespace, 0) + held.nbytes
-            self._use(held)
+            self._entries[held.header.key] = _Entry(held, versions(held.layers))
+            self._ledger.hold(held.header.key, _held(held))
             self._counters.num_puts += 1
-            assert self._used_bytes <= self.capacity_bytes
+            assert self._ledger.used_bytes <= self.capacity_bytes
 
     def fits(self, kv: ChunkKV) -> bool:
         """Whether the chunk alone is within the capacity and its namespace's quota."""
-        quota = self._quotas.of(kv.header.namespace)
+        quota = self._ledger.quotas.of(kv.header.namespace)
         return kv.nbytes <= self.capacity_bytes and (quota is None or kv.nbytes <= quota)
 
     def contains(self, key: str) -> bool:
@@ -129,10 +131,15 @@ class MemoryStore:
         with self._lock:
             return iter(tuple(self._entries))
 
+    def headers(self) -> Iterator[KVHeader]:
+        """Headers of the entries held at this moment. Counts nothing, and is no use of them."""
+        with self._lock:
+            return iter([held.kv.header for held in self._entries.values()])
+
     def nbytes(self) -> int:
         """Bytes of all tensors held, never more than `capacity_bytes`."""
         with self._lock:
-            return self._used_bytes
+            return self._ledger.used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep the entries of a document, held now or later, until it is unpinned; replaces an earlier pin of it."""
@@ -145,41 +152,26 @@ class MemoryStore:
             return self._pins.pop(document, None) is not None
 
     def _make_room(self, kv: MemoryKV) -> None:
-        namespace, quota = kv.header.namespace, self._quotas.of(kv.header.namespace)
-        excess_bytes = self._used_bytes + kv.nbytes - self.capacity_bytes
-        over_bytes = self._used_by_namespace.get(namespace, 0) + kv.nbytes - quota if quota is not None else 0
-        if excess_bytes <= 0 and over_bytes <= 0:
+        key, new = kv.header.key, _held(kv)
+        if max(self._ledger.excess(key, new)) <= 0:
             return
-        pinned = frozenset[str]().union(*self._pins.values())
-        victims = choose_victims(self._candidates, pinned, excess_bytes, {namespace: over_bytes})
-        leaving = [self._entries[key].kv for key in victims]
-        own_bytes = sum(other.nbytes for other in leaving if other.header.namespace == namespace)
-        if sum(other.nbytes for other in leaving) < excess_bytes or own_bytes < over_bytes:
+        leaving = self._ledger.to_leave(key, new, frozenset[str]().union(*self._pins.values()))
+        if leaving is None:
             raise StoreFullError(
-                f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the "
-                "memory tier; unpin a document (ragblend unpin DOC) or raise memory_gib"
+                f"chunk {key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the memory tier; "
+                "unpin a document (ragblend unpin DOC) or raise memory_gib"
             )
-        for key in victims:
-            self._ranking.evicted(key)
-            self._drop(key)
+        for other in leaving:
+            self._drop(other, evicted=True)
             self._counters.num_evicted += 1
 
-    def _candidates(self) -> Iterator[Candidate]:
-        for key in self._ranking:
-            kv = self._entries[key].kv
-            yield Candidate(key, kv.nbytes, kv.header.namespace)
+    def _drop(self, key: str, *, evicted: bool = False) -> bool:
+        self._entries.pop(key, None)
+        return self._ledger.drop(key, evicted=evicted)
 
-    def _use(self, kv: MemoryKV) -> None:
-        self._ranking.use(kv.header.key, recompute_cost(kv.header) / max(1, kv.nbytes))
 
-    def _drop(self, key: str) -> bool:
-        held = self._entries.pop(key, None)
-        if held is None:
-            return False
-        self._ranking.forget(key)
-        self._used_bytes -= held.kv.nbytes
-        self._used_by_namespace[held.kv.header.namespace] -= held.kv.nbytes
-        return True
+def _held(kv: MemoryKV) -> Held:
+    return Held(kv.nbytes, kv.header.namespace, recompute_cost(kv.header))
 
 
 def _own(layer: StoredLayer) -> StoredLayer:

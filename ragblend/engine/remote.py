@@ -12,6 +12,7 @@ Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models 
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,7 @@ class RemoteStore:
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self._has_warned = False  # of the outage that lasts
         remedy = f"; what is on disk goes there with: ragblend push --remote {values.url}"
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
 
@@ -319,14 +321,18 @@ class RemoteStore:
         else:
             self.breaker.probed()
             log.warning("%s answers again", self.values.url)
+            self._has_warned = False
 
     def _failed(self, reason: str) -> None:
         self._count(num_failures=1)
-        was_closed = self.breaker.is_closed
         self.breaker.failed()
-        log.warning("%s", reason)
-        if was_closed and not self.breaker.is_closed:
-            log.warning("%s is left alone for now; the local tiers go on", self.values.url)
+        with self._lock:
+            is_new, self._has_warned = not self._has_warned, True
+        if not is_new:  # an outage is one line, however many requests meet it
+            log.info("%s", reason)
+            return
+        look = f"ragblend doctor --remote {shlex.quote(self.values.url)}"
+        log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
 
     def _forget(self, key: str, flight: _Flight | None = None) -> bool:
         """Take a fetch (or whichever is under way) off the list, so that the next `get` asks again; if it was on it."""

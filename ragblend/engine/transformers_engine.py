@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.agreement import ShadowCounters
+from ragblend.engine.base import EngineBase
 from ragblend.engine.contexts import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.controller import Decision, MachineProfile, decide
 from ragblend.engine.decoding import Sampling
@@ -27,7 +26,6 @@ from ragblend.engine.explain import Explanation, explain
 from ragblend.engine.fidelity import note_fidelity
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunks
 from ragblend.engine.generation import (
-    Backfill,
     Conversation,
     GenerationStream,
     Options,
@@ -36,7 +34,6 @@ from ragblend.engine.generation import (
     check_options,
 )
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
-from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_root
@@ -54,10 +51,10 @@ from ragblend.engine.selection import (
     settle,
 )
 from ragblend.engine.self_check import self_check
-from ragblend.engine.shadow import Shadow, compare_with_full
+from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead, kv_dtype_of
 from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.errors import DamagedEntryError, PromptTooLongError, UsageError
+from ragblend.errors import DamagedEntryError
 from ragblend.segments import Chunk, Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
 
 log = logging.getLogger(__name__)
@@ -66,11 +63,11 @@ _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
 _NO_RECOMPUTE = (Check(0, 0.0),)
 
 
-class TransformersEngine:
+class TransformersEngine(EngineBase):
     """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
 
-    `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
-    `shadow`: share of the requests that full prefill runs beside, after they were answered; see `shadow.Shadow`.
+    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say. It sees its store's
+    entries, so `notices` can tell an empty store from one that was filled behind another prefix.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
@@ -81,37 +78,21 @@ class TransformersEngine:
         segmenter: Segmenter,
         store: KVStore,
         *,
-        name: str,
-        fingerprint: str,
-        system: str | None = None,
-        namespace: str = "",
-        on_miss: str = "store",
         check: bool = True,
-        shadow: float = 0.0,
-        shadow_seed: int | None = None,
         machine: MachineProfile | None = None,
+        **options: Any,
     ) -> None:
-        if on_miss not in ("store", "inline"):
-            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
+        super().__init__(segmenter, store, **options)
         self.layers = layers
-        self.name = name
-        self.fingerprint = fingerprint
-        self.segmenter = segmenter
-        self.store = store
-        self.profiles = Profiles(profile_root(store), fingerprint)
-        self.system = system
-        self.namespace = namespace
-        self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self.profiles = Profiles(profile_root(store), self.fingerprint)
         self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
         self._has_refused = False
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
-        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
-        self._shadow = Shadow(shadow, shadow_seed)
         if check:
-            self_check(layers, layers.config.vocab_size, name)
+            self_check(layers, layers.config.vocab_size, self.name)
 
     @property
     def context_length(self) -> int:
@@ -129,16 +110,6 @@ class TransformersEngine:
 
     # -- ingestion
 
-    def is_stored(self, chunk: Part) -> bool:
-        """Whether the chunk's KV behind the default prefix is in the store."""
-        return self.store.contains(self.key(chunk))
-
-    def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk behind the default prefix, alone or behind the chunk that it names in `behind`, and store
-        its slice. Bytes stored; 0 if it was there.
-        """
-        return self.precompute_ids(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
-
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each; short chunks share a pass, and the store is written meanwhile.
 
@@ -148,7 +119,7 @@ class TransformersEngine:
         """
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
-        ids = (self.segmenter.chunk_ids(chunk) for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
+        ids = (self._chunk_ids(chunk)[0] for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
         yield from prefill_all(ids, self._is_missing, self._prefill_chunks, self.store.put, limit)
         yield from map(self.precompute, behind)
 
@@ -156,15 +127,6 @@ class TransformersEngine:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         if isinstance(self.store, Prefetches):
             self.store.prefetch([self.key(chunk) for chunk in chunks])
-
-    def forget(self, chunk: Part) -> bool:
-        """Drop the chunk's KV behind the default prefix; whether it was stored."""
-        return self.store.delete(self.key(chunk))
-
-    def key(self, chunk: Part) -> str:
-        """The key of the chunk's KV behind the default prefix."""
-        context = self.default_prefix_ids + self.segmenter.context_ids(chunk)
-        return self._key(context, self.segmenter.chunk_ids(chunk))
 
     def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
         """`precompute` of a chunk that is token ids already, behind another that is."""
@@ -208,7 +170,8 @@ class TransformersEngine:
     def stream(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> GenerationStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
 
-        Options are checked here, before the first piece. Closing the stream early frees the engine.
+        Options are checked here, before the first piece. Closing the stream early frees the engine, and closing the
+        engine ends the stream.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):
@@ -248,6 +211,8 @@ class TransformersEngine:
         PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         check_options(mode, max_tokens)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self._check_prompt(prompt, stops)
         known_rule = find_rule(rule)
         if checks is not None:
             schedule(known_rule, 0.0, self.layers.num_layers, checks)
@@ -262,7 +227,7 @@ class TransformersEngine:
             tuple(checks) if checks is not None else None,
             max_tokens,
             Sampling(temperature, top_p, seed),
-            (stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stops,
             conversation,
             choice.fit,
             adapts=mode == "blend" and checks is None and choice.is_auto_ratio,
@@ -533,39 +498,17 @@ class TransformersEngine:
 
     def backfill(self, misses: Sequence[Segment]) -> None:
         """Precompute `misses` alone, in the background, unless `on_miss` is "inline"."""
-        if self._backfill is not None:
+        if self._backfill is not None and not self.closed:
             for segment in misses:
                 self._backfill.add(segment.token_ids)
 
-    @property
-    def shadow(self) -> ShadowCounters:
-        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
-        return self._shadow.counters
-
-    def flush_shadow(self) -> None:
-        """Wait until full prefill has run beside every request chosen so far."""
-        self._shadow.flush()
-
-    def flush(self) -> None:
-        """Wait until background precomputation has caught up; raises what failed there."""
-        if self._backfill is not None:
-            self._backfill.flush()
-
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""
-        self._shadow.close()
-        if self._backfill is not None:
-            self._backfill.close()
+        if not self.is_usable:
+            return
+        super().close()
         if isinstance(self.store, WorksInBackground):
             self.store.close()
-
-    def __enter__(self) -> TransformersEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: the tokenizer's and the generation config's."""
@@ -574,18 +517,8 @@ class TransformersEngine:
         more = end if isinstance(end, list) else [end] if end is not None else []
         return self.segmenter.stop_ids() | frozenset(more)
 
-    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace)
-
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.layers.device)
-
-    def _check_length(self, num_tokens: int, what: str) -> None:
-        if num_tokens > self.context_length:
-            raise PromptTooLongError(
-                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
-                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
-            )
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from ragblend.engine.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.kv import DTYPES, dtype_name
-from ragblend.errors import NotFoundError, RagblendError, UnsupportedModelError
+from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remo
     Raises NotFoundError when it is neither "demo", nor a directory, nor a model that Hugging Face can give us, and
     UnsupportedModelError for architectures that are no causal decoder or need remote code.
     """
+    place = find_device(device)
     path = find_model(model)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    place = _device(device)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         kind = _dtype(dtype, config, place)
@@ -174,16 +174,29 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose_dtype(dtype: str, config: Any, device: str = "auto") -> torch.dtype:
     """The dtype a model computes in; "auto" is the checkpoint's own, or float32 on a CPU."""
-    return _dtype(dtype, config, _device(device))
+    return _dtype(dtype, config, find_device(device))
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device of that name, "auto" a GPU where there is one. Raises UsageError for what PyTorch cannot use here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise RagblendError(f"device is {device!r}; choose cpu, cuda or cuda:N") from error
+        place = torch.device(device)
+        if place.type == "cuda" and not torch.cuda.is_available():
+            why = "built without it" if torch.version.cuda is None else "it sees no GPU, or no driver for one"
+            raise UsageError(
+                f"device is {device!r}, and PyTorch {torch.__version__} cannot use CUDA here ({why}). Choose --device "
+                "cpu or auto, or install PyTorch for CUDA: https://pytorch.org/get-started/locally"
+            )
+        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"device is {device!r}; PyTorch sees {torch.cuda.device_count()} GPUs here, from cuda:0")
+        torch.zeros(1, device=place).item()  # "meta", and kinds that this PyTorch only knows by name
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise UsageError(
+            f"device is {device!r}, which PyTorch {torch.__version__} cannot use here; choose cpu, cuda or cuda:N"
+        ) from error
+    return place
 
 
 def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:

@@ -9,19 +9,18 @@ Knows segments, reports and the connector's parameters. Knows neither HTTP nor v
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from ragblend.engine.agreement import ShadowCounters, ShadowReport
+from ragblend.engine.agreement import ShadowReport
+from ragblend.engine.base import EngineBase
 from ragblend.engine.decoding import Sampling, StopScanner
-from ragblend.engine.generation import Backfill, check_options
-from ragblend.engine.keys import chunk_key
+from ragblend.engine.generation import check_options
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.report import (
     MODES,
@@ -34,9 +33,9 @@ from ragblend.engine.report import (
     RatioChoice,
 )
 from ragblend.engine.selection import find_rule
-from ragblend.engine.shadow import Shadow, runs_alike
+from ragblend.engine.shadow import runs_alike
 from ragblend.engine.vllm_params import PARAMS_KEY, BlendParams, VllmReport
-from ragblend.errors import PromptTooLongError, RagblendError, UsageError
+from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.segments import Part, Segment, SegmentedPrompt, Segmenter, TextStream, TokenizedPrompt
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,10 @@ class Facts:
 
 
 class VllmStream:
-    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends."""
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+
+    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    """
 
     def __init__(self, engine: VllmBase, request: VllmRequest) -> None:
         self._engine = engine
@@ -111,9 +113,11 @@ class VllmStream:
         text, scanner = TextStream(self._engine.segmenter), StopScanner(request.stop)
         finished, reported = None, False
         start_s = perf_counter()
+        if self._engine.closed:
+            return
         try:
-            with closing(self._engine.deltas(request)) as deltas:
-                for delta in deltas:
+            with closing(self._engine.deltas(request)) as received:
+                for delta in self._until_closed(received):
                     if delta.token_ids and not result.token_ids and not report.ttft_s:
                         report.ttft_s = perf_counter() - self._start_s
                         start_s = perf_counter()
@@ -140,6 +144,8 @@ class VllmStream:
                 result.text += rest
                 yield rest
             result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+            if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
+                self._engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
             report.decode_s = perf_counter() - start_s
             report.completion_tokens = len(result.token_ids)
@@ -147,51 +153,31 @@ class VllmStream:
                 self._engine.backfill(request, report)
                 self._engine.consider_shadow(request, result)
 
+    def _until_closed(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+        """`deltas` up to the moment when the engine is closed."""
+        with suppress(EngineClosedError):
+            for delta in deltas:
+                if self._engine.closed:
+                    return
+                yield delta
 
-class VllmBase(ABC):
+
+class VllmBase(EngineBase):
     """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
 
-    `on_miss`: "store" sends a missing chunk to be precomputed alone, in the background; "inline" does not.
-    Conversations are prompts like others: chunks of earlier turns are fused again.
+    A missing chunk is sent to be precomputed alone, in the background, unless `on_miss` is "inline". Conversations are
+    prompts like others: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
     """
 
-    store: KVStore
     blends = True  # False: an ordinary vLLM, which prefills everything
-    closed = False
 
-    def __init__(
-        self,
-        segmenter: Segmenter,
-        facts: Facts,
-        *,
-        system: str | None = None,
-        namespace: str = "",
-        on_miss: str = "store",
-        shadow: float = 0.0,
-    ) -> None:
-        if on_miss not in ("store", "inline"):
-            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
-        self.segmenter = segmenter
+    def __init__(self, segmenter: Segmenter, store: KVStore, facts: Facts, **options: Any) -> None:
         self.facts = facts
-        self.system = system
-        self.namespace = namespace
-        self.default_prefix_ids = segmenter.default_prefix_ids(system)
-        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
-        self._shadow = Shadow(shadow)
+        super().__init__(segmenter, store, name=facts.name, fingerprint=facts.fingerprint, **options)
 
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[Delta]:
         """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.facts.name
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's fingerprint, part of every key."""
-        return self.facts.fingerprint
 
     @property
     def context_length(self) -> int:
@@ -204,20 +190,6 @@ class VllmBase(ABC):
         return self.facts.bytes_per_token
 
     # -- ingestion
-
-    def key(self, chunk: Part) -> str:
-        """The key of the chunk's KV behind the default prefix."""
-        return self.key_of(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
-
-    def is_stored(self, chunk: Part) -> bool:
-        """Whether the chunk's KV behind the default prefix is in the store."""
-        return self.store.contains(self.key(chunk))
-
-    def precompute(self, chunk: Part) -> int:
-        """Have one chunk prefilled behind the default prefix, alone or behind the chunk that it names in `behind`,
-        and stored. Bytes stored; 0 if it was there.
-        """
-        return self.precompute_ids(self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk))
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, in order, several on their way at once."""
@@ -237,14 +209,6 @@ class VllmBase(ABC):
     @abstractmethod
     def bring_closer(self, keys: list[str]) -> None:
         """Tell the workers to prefetch `keys`."""
-
-    def forget(self, chunk: Part) -> bool:
-        """Drop the chunk's KV behind the default prefix; whether it was stored."""
-        return self.store.delete(self.key(chunk))
-
-    def key_of(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
-        """`key` of a chunk that is token ids already, behind another that is."""
-        return chunk_key(self.fingerprint, self.default_prefix_ids + neighbour, token_ids, self.namespace)
 
     def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
         """`precompute` of a chunk that is token ids already, behind another that is."""
@@ -308,9 +272,10 @@ class VllmBase(ABC):
         """
         check_options(mode, max_tokens)
         find_rule(rule)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self._check_prompt(prompt, stops)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         StopScanner(stops)  # refuses an empty stop string
         return VllmRequest(
             tokenized,
@@ -322,20 +287,11 @@ class VllmBase(ABC):
 
     def backfill(self, request: VllmRequest, report: BlendReport) -> None:
         """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
-        if self._backfill is None or request.params.mode not in ("blend", "reuse"):
+        if self._backfill is None or self.closed or request.params.mode not in ("blend", "reuse"):
             return
         for segment, chunk in zip(_chunks(request), report.chunks, strict=True):
             if not chunk.hit:
                 self._backfill.add(segment.token_ids)
-
-    @property
-    def shadow(self) -> ShadowCounters:
-        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
-        return self._shadow.counters
-
-    def flush_shadow(self) -> None:
-        """Wait until full prefill has run beside every request chosen so far."""
-        self._shadow.flush()
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
@@ -352,33 +308,6 @@ class VllmBase(ABC):
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
         self._shadow.consider(compare, answer.report)
-
-    def flush(self) -> None:
-        """Wait until background precomputation has caught up; raises what failed there."""
-        if self._backfill is not None:
-            self._backfill.flush()
-
-    def close(self) -> None:
-        """Finish background work. A closed engine answers no more."""
-        self.closed = True
-        self._shadow.close()
-        if self._backfill is not None:
-            self._backfill.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _check_length(self, num_tokens: int, what: str) -> None:
-        if num_tokens > self.context_length:
-            raise PromptTooLongError(
-                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
-                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
-            )
 
 
 def blend_params(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
+import socket
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpx
 
@@ -22,7 +24,14 @@ from ragblend.engine.kv import ChunkKV
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_params import report_from
-from ragblend.errors import BackendUnreachableError, NotFoundError, PromptTooLongError, RagblendError, UsageError
+from ragblend.errors import (
+    BackendUnreachableError,
+    EngineClosedError,
+    NotFoundError,
+    PromptTooLongError,
+    RagblendError,
+    UsageError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +90,10 @@ class Connection:
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
         self._first_pause_s = first_pause_s
+        self._closed = threading.Event()
+        self._streams: WeakSet[Any] = WeakSet()  # network streams that were opened, to wake whoever reads from them
+        self._num_open = 0  # requests under way
+        self._lock = threading.Lock()
         self._http = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -91,16 +104,17 @@ class Connection:
     @contextmanager
     def open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
         """A response whose body is still to be read. Tried again until its head has arrived, not afterwards."""
-        with self._translated():
-            response = self._send(method, path, body)
-        try:
+        with self._counted():
             with self._translated():
-                if response.status_code >= 400:
-                    response.read()
-                    raise self._error(response, path)
-                yield response
-        finally:
-            response.close()
+                response = self._send(method, path, body)
+            try:
+                with self._translated():
+                    if response.status_code >= 400:
+                        response.read()
+                        raise self._error(response, path)
+                    yield response
+            finally:
+                response.close()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object a request answers with."""
@@ -108,20 +122,30 @@ class Connection:
             return self._object(response.read(), path)
 
     def close(self) -> None:
-        """Free the sockets."""
+        """Free the sockets. Whoever waits for the server in another thread gets EngineClosedError at once."""
+        self._closed.set()
+        for stream in list(self._streams) if self._num_open else ():
+            # Closing a socket does not wake a thread that reads from it; shutting it down does.
+            with suppress(OSError, AttributeError):
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._http.close()
 
+    def _note_stream(self, event: str, info: Mapping[str, Any]) -> None:
+        """httpcore's trace of a request: keep the streams that it opens."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._streams.add(info["return_value"])
+
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        if self._http.is_closed:
-            raise RagblendError(f"the engine over {self.url} is closed; load it again")
         pause_s = self._first_pause_s
         for left in range(self._max_retries, -1, -1):
+            if self._closed.is_set():
+                raise EngineClosedError(f"the engine over {self.url} is closed; load it again")
             try:
-                request = self._http.build_request(method, path, json=body)
+                request = self._http.build_request(method, path, json=body, extensions={"trace": self._note_stream})
                 response = self._http.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
                 # Nothing of an answer has come: sending it again cannot give two.
-                if not left:
+                if not left or self._closed.is_set():
                     raise
                 log.info("%s: %s; trying again", self.url, error)
             else:
@@ -129,12 +153,34 @@ class Connection:
                     return response
                 response.close()
                 log.info("%s answered %d; trying again", self.url, response.status_code)
-            time.sleep(pause_s)
+            self._closed.wait(pause_s)
             pause_s *= 2
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+
+    @contextmanager
     def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineClosedError:
+            raise
+        except Exception as error:  # of whatever kind: what a socket raises that is shut down while it is read
+            if self._closed.is_set():
+                raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
+            with self._named():
+                raise
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
         try:
             yield
         except httpx.TimeoutException as error:
@@ -212,6 +258,7 @@ class ServerStore:
 
     def __init__(self, connection: Connection, root: Path | None = None) -> None:
         self._connection = connection
+        self.url = connection.url
         self.root = root
         self.counters = StoreCounters()
 
@@ -256,7 +303,8 @@ class NoStore(ServerStore):
 class VllmClient(VllmBase):
     """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
 
-    `tokenizer` and `path` are the model's, on this machine. A server without ragblend answers as ordinary vLLM.
+    A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here: `notices` knows
+    which chunks were missing, and whether they are stored behind no system text; of other prefixes it knows nothing.
     """
 
     def __init__(
@@ -273,7 +321,7 @@ class VllmClient(VllmBase):
         self.connection = connection
         self.served_model = facts.model
         blends = bool(facts.fingerprint)
-        self.store = ServerStore(connection, root) if blends else NoStore(connection, root)
+        store = ServerStore(connection, root) if blends else NoStore(connection, root)
         own = Facts(
             name,
             facts.fingerprint or f"served-{facts.model}",
@@ -289,7 +337,7 @@ class VllmClient(VllmBase):
                 facts.root,
             )
             options["on_miss"] = "inline"
-        super().__init__(segmenter, own, **options)
+        super().__init__(segmenter, store, own, **options)
 
     def deltas(self, request: VllmRequest) -> Generator[Delta]:
         """One streamed completion. Closing the generator closes the connection, on which the server aborts."""
@@ -345,6 +393,8 @@ class VllmClient(VllmBase):
 
     def close(self) -> None:
         """Finish background work and free the sockets."""
+        if not self.is_usable:
+            return
         super().close()
         self.connection.close()
 

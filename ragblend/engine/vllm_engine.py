@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragblend.engine.kv import DTYPES
-from ragblend.engine.store import kv_dtype_of
+from ragblend.engine.store import WorksInBackground, kv_dtype_of
 from ragblend.engine.vllm_answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm_loading import machine_facts_of
 from ragblend.engine.vllm_params import PARAMS_KEY, VllmReport, report_from
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.segments import Segmenter
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,11 @@ _OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
 
 
 class VllmEngine(VllmBase):
-    """Engine over a vLLM in this process. `options` are vLLM's own engine arguments, such as `max_model_len`.
+    """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
 
     `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
-    or `close()` it.
+    or `close()` it. The store's entries are seen from here too, so `notices` can tell an empty store from one that was
+    filled behind another prefix.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class VllmEngine(VllmBase):
         **options: Any,
     ) -> None:
         self._temporary = None if isinstance(store, Path) else store
-        self.store = self._shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_shared()
+        shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_shared()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = segmenter.stop_ids() | _generation_stops(engine)
@@ -62,10 +63,10 @@ class VllmEngine(VllmBase):
         self.vllm_config = engine.vllm_config
         self.hardware = machine_facts_of(engine.vllm_config)
         fingerprint = model_fingerprint(engine.model_config)
-        narrower = 1 if kv_dtype_of(self.store) == "auto" else DTYPES[checkpoint.dtype].itemsize
+        narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
         facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
-        super().__init__(segmenter, facts, **options)
+        super().__init__(segmenter, shared, facts, **options)
         self._loop = _Loop(engine)
 
     def deltas(self, request: VllmRequest) -> Generator[Delta]:
@@ -101,9 +102,12 @@ class VllmEngine(VllmBase):
 
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
+        if not self.is_usable:
+            return
         super().close()
         self._loop.close()
-        self._shared.close()
+        if isinstance(self.store, WorksInBackground):
+            self.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -204,11 +208,13 @@ class _Loop:
             if not self._thread.is_alive() or self._failure is not None:
                 if isinstance(command, _Abort):
                     return
-                raise RagblendError(f"the vLLM engine has stopped ({self._failure or 'closed'}); load it again")
+                if self._failure is None or isinstance(self._failure, EngineClosedError):
+                    raise EngineClosedError("the vLLM engine is closed; load it again")
+                raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
             self._commands.put(command)
 
     def close(self) -> None:
-        """End the thread and vLLM with it. Requests under way end with an error."""
+        """End the thread and vLLM with it. Requests under way end with EngineClosedError."""
         self._commands.put(None)
         self._thread.join()
 
@@ -221,7 +227,7 @@ class _Loop:
                     self._hand_out(output)
                 if not outputs:
                     time.sleep(_YIELD_S)
-            failure: BaseException = RagblendError("the vLLM engine was closed while it was answering")
+            failure: BaseException = EngineClosedError("the vLLM engine was closed while it was answering")
         except BaseException as error:
             failure = RagblendError(f"vLLM failed: {type(error).__name__}: {error}; load the engine again")
             failure.__cause__ = error

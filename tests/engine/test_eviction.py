@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,14 @@ def test_the_order_is_that_of_the_formula(uses: list[tuple[int, float]], policy:
 
 def test_victims_are_the_namespaces_own_first_and_never_pinned() -> None:
     entries = [Candidate(str(number), 10, "ab"[number % 2]) for number in range(6)]
-    assert choose_victims(lambda: entries, {"0"}, 15, {}) == ["1", "2"]
-    assert choose_victims(lambda: entries, {"1"}, 25, {"b": 5}) == ["3", "0", "2"]
-    assert choose_victims(lambda: entries, {"1", "3", "5"}, 0, {"b": 5}) == []
-    assert choose_victims(lambda: entries, set(), 0, {"a": -5}) == []
+
+    def candidates(namespace: str | None) -> list[Candidate]:
+        return [entry for entry in entries if namespace in (None, entry.namespace)]
+
+    assert choose_victims(candidates, {"0"}, 15, {}) == ["1", "2"]
+    assert choose_victims(candidates, {"1"}, 25, {"b": 5}) == ["3", "0", "2"]
+    assert choose_victims(candidates, {"1", "3", "5"}, 0, {"b": 5}) == []
+    assert choose_victims(candidates, set(), 0, {"a": -5}) == []
 
 
 def test_long_chunks_cost_more_per_byte() -> None:
@@ -170,19 +175,146 @@ def test_damaged_files_leave_before_any_entry_does(tmp_path: Path) -> None:
     assert store.nbytes() <= 3 * size + size // 2
 
 
-def test_disk_evicts_the_least_recently_used_or_the_least_useful(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "again", "gone"), [("lru", False, 1), ("lru", True, 0), ("gdsf", False, 1)])
+def test_disk_evicts_the_least_recently_used_or_the_least_useful(
+    tmp_path: Path, policy: Policy, again: bool, gone: int
+) -> None:
+    """`again`: by another process, which knows uses from the times on disk, noted to the minute."""
     kvs = [make_kv(seed) for seed in range(5)]
-    size = file_bytes(kvs[0], tmp_path)
-    for policy, gone in (("lru", 0), ("gdsf", 1)):
-        store = DiskStore(tmp_path / policy, fsync=False, capacity_bytes=4 * size + size // 2, policy=policy)  # type: ignore[arg-type]
-        for seed, kv in enumerate(kvs[:4]):
-            store.put(kv)
-            os.utime(store.root / kv.header.key[:2] / f"{kv.header.key}.safetensors", (0, 1_000_000 + seed))
-        for _ in range(3):
-            store.touch(kvs[0].header.key)  # asked for most often, but not noted on disk: a memory tier answered
-            os.utime(store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors", (0, 1_000_000))
-        store.put(kvs[4])
-        assert [store.contains(kv.header.key) for kv in kvs] == [number != gone for number in range(5)], policy
+    room = 4 * file_bytes(kvs[0], tmp_path) + 100
+    store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room, policy=policy)
+    for seed, kv in enumerate(kvs[:4]):
+        store.put(kv)
+        os.utime(store.root / kv.header.key[:2] / f"{kv.header.key}.safetensors", (0, 1_000_000 + seed))
+    for _ in range(3):
+        store.touch(kvs[0].header.key)  # asked for most often, but not noted on disk: a memory tier answered
+        os.utime(store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors", (0, 1_000_000))
+    if again:
+        store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room, policy=policy)
+    store.put(kvs[4])
+    assert [store.contains(kv.header.key) for kv in kvs] == [number != gone for number in range(5)]
+
+
+def test_what_another_process_uses_is_not_evicted_by_one_that_did_not_see_it(tmp_path: Path) -> None:
+    kvs = [make_kv(seed) for seed in range(5)]
+    room = 4 * file_bytes(kvs[0], tmp_path) + 100
+    store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
+    for kv in kvs[:4]:
+        store.put(kv)
+    first = store.root / kvs[0].header.key[:2] / f"{kvs[0].header.key}.safetensors"
+    os.utime(first, (0, time.time() + 5))  # as the other's `get` leaves it
+    store.put(kvs[4])
+    assert [store.contains(kv.header.key) for kv in kvs] == [True, False, True, True, True]
+
+
+# --- what a put looks at ---
+
+
+class Looks:
+    """Headers read, folders listed and files opened, counted from when it is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.headers: list[str] = []
+        header = DiskStore.header
+        monkeypatch.setattr(DiskStore, "header", lambda store, key: (self.headers.append(key), header(store, key))[1])
+        self.listed: list[str] = []
+        self.opened: list[str] = []
+        self.is_on = True
+        sys.addaudithook(self.note)  # for good: Python takes none away
+
+    def note(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.is_on and event in ("os.scandir", "os.listdir"):
+            self.listed.append(str(arguments[0]))
+        elif self.is_on and event == "open":
+            self.opened.append(str(arguments[0]))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+    counted = Looks(monkeypatch)
+    yield counted
+    counted.is_on = False
+
+
+@pytest.mark.parametrize("policy", ["lru", "gdsf"])
+def test_a_put_under_quotas_looks_at_no_other_entry(tmp_path: Path, policy: Policy, looks: Looks) -> None:
+    """The k-th put costs what the first one costs: of 200, only a sixteenth of a quota's bytes later is it looked."""
+    size = file_bytes(make_kv(namespace="0"), tmp_path) + 64
+    store = DiskStore(tmp_path / "kv", fsync=False, policy=policy, quotas=10_000 * size)
+    store.put(make_kv(0, namespace="0"))
+    looks.listed.clear()
+    looks.opened.clear()
+    for seed in range(1, 200):
+        store.put(make_kv(seed, namespace=str(seed % 5)))
+    assert (looks.headers, looks.listed) == ([], [])
+    assert len(looks.opened) == 2 * 199  # each its own file, and a line in entries.jsonl
+
+
+def test_a_put_that_evicts_reads_no_other_entry(tmp_path: Path, looks: Looks) -> None:
+    size = file_bytes(make_kv(namespace="0"), tmp_path) + 64
+    store = DiskStore(tmp_path / "kv", fsync=False, quotas={"0": 20 * size, "1": 20 * size}, capacity_bytes=35 * size)
+    for seed in range(200):
+        store.put(make_kv(seed, namespace=str(seed % 2)))
+    assert store.counters.num_evicted == 200 - len(list(store.keys())) >= 160
+    assert looks.headers == []
+
+
+def test_the_next_process_reads_headers_once_in_a_stores_life(tmp_path: Path, looks: Looks) -> None:
+    """A store that was filled without quotas; then quotas are set."""
+    kvs = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(40)]
+    plain = DiskStore(tmp_path / "kv", fsync=False)
+    for kv in kvs:
+        plain.put(kv)
+    quota = sum(kv.nbytes for kv in kvs)
+    for seed, num_read in ((100, 40), (101, 0), (102, 0)):
+        DiskStore(tmp_path / "kv", fsync=False, quotas=quota).put(make_kv(seed, namespace="a"))
+        assert len(looks.headers) == num_read
+        looks.headers.clear()
+    facts = tmp_path / "kv" / "entries.jsonl"
+    lines = facts.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 43
+    facts.write_bytes(b"".join([b'["torn', b"\xff\n", b"[1]\n", *lines[:-1]]))
+    DiskStore(tmp_path / "kv", fsync=False, quotas=quota).put(make_kv(103, namespace="a"))
+    assert len(looks.headers) == 1, "the one whose line was lost"
+
+
+def test_the_list_of_namespaces_does_not_grow_for_ever(tmp_path: Path) -> None:
+    size = file_bytes(make_kv(namespace="0"), tmp_path) + 64
+    for start in range(0, 1500, 300):
+        store = DiskStore(tmp_path / "kv", fsync=False, quotas=5 * size)
+        for seed in range(start, start + 300):
+            store.put(make_kv(seed, namespace="0"))
+    assert len((tmp_path / "kv" / "entries.jsonl").read_bytes().splitlines()) < 1400
+    assert len(list(store.keys())) == 5
+
+
+def test_two_processes_keep_a_quota_up_to_a_sixteenth(tmp_path: Path) -> None:
+    size = file_bytes(make_kv(namespace="mine"), tmp_path) + 64
+    one, two = (DiskStore(tmp_path / "kv", fsync=False, quotas={"mine": 32 * size}) for _ in range(2))
+    for seed in range(0, 200, 2):
+        one.put(make_kv(seed, namespace="mine"))
+        two.put(make_kv(seed + 1, namespace="mine"))
+        assert len(list(one.keys())) <= 32 + 2 + 2
+    assert len(list(one.keys())) >= 24
+
+
+def test_a_store_that_others_change_is_followed(tmp_path: Path) -> None:
+    """Entries deleted and added by others, and a `gc`, while this one goes on writing under its budget."""
+    rng, size = random.Random(0), file_bytes(make_kv(), tmp_path)
+    store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=20 * size + 100)
+    other = DiskStore(tmp_path / "kv", fsync=False)
+    for seed in range(120):
+        store.put(make_kv(seed))
+        if seed % 10 == 5:
+            for key in rng.sample(sorted(other.keys()), 4):
+                other.delete(key)
+        if seed % 40 == 20:
+            other.gc(max_bytes=10 * size)
+        assert store.nbytes() <= 20 * size + 100
+    store.gc(max_bytes=0)
+    for seed in range(20):
+        store.put(make_kv(seed))
+    assert len(list(store.keys())) == 20
 
 
 def test_disk_quotas_hold_and_spare_the_neighbours(tmp_path: Path) -> None:

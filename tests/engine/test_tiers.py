@@ -318,7 +318,7 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
     second = tiny_engine(store=Tiers(tmp_path / "kv", 1 << 26, values).store)
     prompt = SegmentedPrompt(chunks, "what is that?")
     request = second.request(prompt, recompute_ratio=1.0)
-    full = first.prefill(first.request(prompt, mode="full"))
+    full = second.prefill(second.request(prompt, mode="full"))
     values.calls.clear()
     blend = second.prefill(request)
     torch.testing.assert_close(blend.logits, full.logits, atol=1e-4, rtol=0)

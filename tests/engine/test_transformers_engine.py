@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import datetime
@@ -26,7 +27,7 @@ from ragblend.engine.selection import AUTO, FALLBACK, RULES, Check, find_rule
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.errors import PromptTooLongError, StoreFullError, UsageError
+from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.segments import Chunk, DeclaredFormat, SegmentedPrompt, Segmenter, prompt_format
 from tests.tier_support import DictValues
 
@@ -627,6 +628,47 @@ def test_nothing_of_a_conversation_enters_the_store(chat_engine):
     assert set(chat_engine.store.keys()) == before
 
 
+# --- text that is none ---
+
+HALF = "half \ud83d emoji"
+
+
+@pytest.mark.parametrize(
+    ("what", "prompt"),
+    [
+        ("the user text", SegmentedPrompt(CHUNKS, HALF)),
+        ("the system text", SegmentedPrompt(CHUNKS, "what is that?", HALF)),
+        ("a chunk", SegmentedPrompt([CHUNKS[0], HALF], "what is that?")),
+        (
+            "the assistant text",
+            SegmentedPrompt.from_messages([("user", "what?"), ("assistant", HALF), ("user", "so?")]),
+        ),
+    ],
+)
+def test_half_a_character_in_a_prompt_is_named_with_its_place_and_the_way_out(engine, what, prompt):
+    message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
+    for ask in (engine.generate, engine.stream, engine.explain):
+        with pytest.raises(UsageError, match=message):
+            ask(prompt)
+
+
+def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engine):
+    for call in (engine.precompute, engine.is_stored, engine.forget, engine.key):
+        with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
+            call(HALF)
+    with pytest.raises(UsageError, match="a chunk holds"):
+        engine.precompute(Chunk("the other chunk", behind=HALF))
+    with pytest.raises(UsageError, match="a chunk holds"):
+        list(engine.precompute_all([CHUNKS[0], HALF]))
+    with pytest.raises(UsageError, match="a stop string holds"):
+        engine.generate(PROMPT, stop=[HALF])
+    for name, what in (("system", "the system text"), ("namespace", "the namespace")):
+        with pytest.raises(UsageError, match=f"{what} holds"):
+            tiny_engine(**{name: HALF})
+    whole = HALF.encode("utf-8", "replace").decode()  # as the message says
+    assert engine.generate(SegmentedPrompt(CHUNKS, whole), max_tokens=1).report.num_chunk_hits == 3
+
+
 # --- streams and threads ---
 
 
@@ -661,6 +703,32 @@ def test_a_stream_that_is_never_read_holds_nothing(engine):
     assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).text) is not None
     unread.close()
     assert unread.result.finish_reason == "cancelled"
+
+
+def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, caplog):
+    """Half read, read by another thread at this moment, and not begun; with chunks that would have been stored."""
+    engine = tiny_engine(on_miss="store", shadow=1.0)
+    engine.precompute(CHUNKS[0])
+    monkeypatch.setattr(engine, "stop_ids", frozenset)  # nothing ends them but the context, seconds later
+    half, running, unread = (engine.stream(PROMPT, max_tokens=2000) for _ in range(3))
+    shown = [next(half)]
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(running), daemon=True)
+    thread.start()
+    while len(running.result.token_ids) < 5:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    shown += half
+    assert list(unread) == []
+    for stream, pieces in ((half, shown), (running, ended), (unread, [])):
+        assert (stream.result.finish_reason, stream.result.text) == ("cancelled", "".join(pieces))
+        assert stream.result.report.completion_tokens == len(stream.result.token_ids) < 1000
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.stream(PROMPT)
+    engine.close()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_an_open_stream_does_not_block_others(engine):

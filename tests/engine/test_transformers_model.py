@@ -14,6 +14,7 @@ import torch
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
+from ragblend.bench.workloads import SHAPES, random_model
 from ragblend.engine import load_engine, open_store
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.store import MemoryStore
@@ -24,7 +25,7 @@ from ragblend.engine.transformers_model import (
     load_model,
     model_fingerprint,
 )
-from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.segments import SegmentedPrompt
 
 PROMPT = SegmentedPrompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
@@ -209,9 +210,25 @@ def test_a_dtype_that_is_asked_for_is_loaded_and_fingerprinted(saved):
     assert loaded.fingerprint == fingerprint(saved, "bfloat16")
 
 
-def test_an_unknown_device_is_named(saved):
-    with pytest.raises(RagblendError, match="device is 'quantum'"):
-        load_model(str(saved), device="quantum")
+@pytest.mark.parametrize("device", ["quantum", "cuda:x", "meta", ""])
+def test_an_unknown_device_is_named(saved, device):
+    with pytest.raises(UsageError, match=f"device is '{device}'.*choose cpu, cuda or cuda:N"):
+        load_model(str(saved), device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_cuda_where_there_is_none_is_refused_with_the_way_out(device, monkeypatch):
+    with pytest.raises(UsageError, match=rf"device is .{device}.*cannot use CUDA here.*--device cpu or auto"):
+        load_model("demo", device=device)
+    with pytest.raises(UsageError, match="cannot use CUDA here"):
+        random_model(SHAPES["llama-50m"], device=device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_their_number():
+    with pytest.raises(UsageError, match=f"PyTorch sees {torch.cuda.device_count()} GPUs"):
+        load_model("demo", device="cuda:99")
 
 
 @pytest.mark.parametrize("change", [{"model_type": "no_such_type"}, {"model_type": "clip"}])

@@ -2,12 +2,13 @@
 
 Every chain of LangChain and every response mode of LlamaIndex runs with nothing but the LLM replaced. Each call is
 compared with the plain engine on the same prompt, cut by an independent regex, and at ratio 1.0 with full prefill. The
-table is printed and written to data/results/drift.json.
+table is printed, and its rows are those of data/results/drift.json. Run with RAGBLEND_UPDATE_RESULTS=1 to write them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +51,7 @@ from ragblend.segments import Chunk, Part
 
 QUESTION = "Who repairs the lamp of the lighthouse?"
 RESULTS = Path(__file__).parents[2] / "data" / "results" / "drift.json"
+UPDATE = "RAGBLEND_UPDATE_RESULTS"  # set to 1: write the table instead of comparing with it
 K = 3
 
 
@@ -260,7 +262,7 @@ def measured(
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
-    """The rows that the tests of this file add; printed when they are done, and saved when all of them ran."""
+    """The rows that the tests of this file add; printed when they are done, and saved when all ran and it is asked."""
     rows: list[Row] = []
     yield rows
     lines = [f"{'framework':<12}{'chain':<36}{'llm':<11}{'calls':>6}{'given':>7}{'recognised':>12}{'reused':>8}"]
@@ -269,9 +271,18 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
         lines.append(f"{row.framework:<12}{row.chain:<36}{row.llm:<11}{counts}  {row.reason}".rstrip())
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("\n" + "\n".join(lines))
-    if len(rows) == 2 * len(LANGCHAIN) + len(LLAMA) + 2:
+    if os.environ.get(UPDATE) == "1" and len(rows) == 2 * len(LANGCHAIN) + len(LLAMA) + 2:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps({"schema_version": 1, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+
+
+def check_published(row: Row) -> None:
+    """The row is the published one of its chain and model, unless the table is to be written anew."""
+    if os.environ.get(UPDATE) == "1":
+        return
+    published = [Row(**each) for each in json.loads(RESULTS.read_text())["rows"]]
+    same = [each for each in published if (each.framework, each.chain, each.llm) == (row.framework, row.chain, row.llm)]
+    assert same == [row], f"{RESULTS.name} says otherwise; if this is meant, run with {UPDATE}=1 and look at the diff"
 
 
 def langchain_llm(kind: type[BlendModel], engine: Engine, **settings: Any) -> Any:
@@ -294,6 +305,7 @@ def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
     answer = LANGCHAIN[chain](llm, retriever)
     row = measured("langchain", chain, llm, calls, passages)
     table.append(row)
+    check_published(row)
     assert (row.given, row.recognised, row.reused) == (K, K, K)
     assert answer == calls[-1].result.text
     check_calls(calls, chat_engine, passages, ratio=None)
@@ -310,6 +322,7 @@ def test_llamaindex_reuses_every_chunk_when_only_the_llm_is_swapped(
     LLAMA[mode](llm, passages[:K])
     row = measured("llamaindex", mode, llm, calls, passages)
     table.append(row)
+    check_published(row)
     assert row.given == row.recognised == row.reused
     assert row.given >= K
     check_calls(calls, chat_engine, passages, ratio=None)
@@ -333,3 +346,5 @@ def test_what_cannot_be_recognised_is_named(
     table.append(measured("llamaindex", "simple_summarize", llama, calls, passages, given=2))
     table[-1].reason = "LlamaIndex prints a Python list (run-llama/llama_index#22392); use BlendSynthesizer"
     assert [row.recognised for row in table[-2:]] == [0, 0]
+    for row in table[-2:]:
+        check_published(row)

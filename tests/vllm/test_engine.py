@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from harness import recorded_selections
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.disk import DiskStore
+from ragblend.engine.notices import Notices
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.report import MODES
 from ragblend.engine.selection import DEFAULT_RATIO, RULES
 from ragblend.engine.shadow import Shadow
-from ragblend.errors import PromptTooLongError, RagblendError, UsageError
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.maintenance import examine_vllm
 from ragblend.precompute import precompute_documents
@@ -219,7 +222,44 @@ def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch
     assert "cannot write" in checks["vllm store"].finding
 
 
+def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
+    engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
+    with load_engine("demo", store, system="Be brief.", on_miss="inline") as other:
+        precompute_documents(chunks, other)
+    monkeypatch.setattr(engine, "notices", Notices(engine, flags=f"--model demo --store {store}"))
+    for _ in range(2):
+        assert engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=1).report.num_chunk_hits == 0
+    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("notices"))
+    assert f"2 of the 2 chunks of a prompt are stored in the store {store} behind another prefix ('Be brief.')" in line
+    assert f"ragblend precompute --model demo --store {store}" in line
+
+
 def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:
     engine.close()
-    with pytest.raises(RagblendError, match="load it again"):
+    with pytest.raises(EngineClosedError, match="load it again"):
         engine.generate(PROMPT, max_tokens=1)
+
+
+def test_zz_streams_end_quietly_when_their_engine_is_closed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model's, which does not know when to stop: half read, read by another thread, and not begun."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = load_engine(str(checkpoint("llama")), tmp_path, backend="vllm", vllm_options=SMALL)
+    half, running, unread = (engine.stream(PROMPT, max_tokens=800) for _ in range(3))
+    next(half)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(running), daemon=True)
+    thread.start()
+    while thread.is_alive() and len(running.result.token_ids) < 5:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    for stream in (half, unread):
+        list(stream)
+    assert [stream.result.finish_reason for stream in (half, running, unread)] == ["cancelled"] * 3
+    assert running.result.text == "".join(ended) != ""

@@ -1,0 +1,183 @@
+"""What every engine does alike: its settings and their checks, keys, ingesting one chunk, background work, closing.
+
+An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Knows segments, stores'
+keys and reports. Knows no model and no backend.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn, Self
+
+from ragblend.engine.agreement import ShadowCounters
+from ragblend.engine.generation import Backfill
+from ragblend.engine.keys import chunk_key
+from ragblend.engine.notices import Notices
+from ragblend.engine.protocols import KVStore
+from ragblend.engine.shadow import Shadow
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
+from ragblend.segments import Chunk, Part, SegmentedPrompt, Segmenter
+
+
+class EngineBase(ABC):
+    """The Engine protocol without prefilling and answering. Use as a context manager, or `close()` it.
+
+    `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
+    `flags`: how a command of ours names the model and the store, for messages that say what to type.
+    """
+
+    closed = False
+
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        store: KVStore,
+        *,
+        name: str,
+        fingerprint: str,
+        system: str | None = None,
+        namespace: str = "",
+        on_miss: str = "store",
+        shadow: float = 0.0,
+        shadow_seed: int | None = None,
+        flags: str = "",
+    ) -> None:
+        if on_miss not in ("store", "inline"):
+            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
+        check_unicode(system or "", "the system text")
+        check_unicode(namespace, "the namespace")
+        self._process = os.getpid()
+        self.segmenter = segmenter
+        self.store = store
+        self.name = name
+        self.fingerprint = fingerprint
+        self.system = system
+        self.namespace = namespace
+        self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
+        self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
+        self._shadow = Shadow(shadow, shadow_seed)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be asked: not closed, and loaded by this process, not by one that it was forked from."""
+        return not self.closed and self._process == os.getpid()
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
+        if self._process != os.getpid():
+            raise RagblendError(
+                f"the engine of {self.name} was loaded before this process was forked; PyTorch's threads and our own "
+                "are not there any more, and it would hang. Load it in this process, or start processes by "
+                "multiprocessing.get_context('spawn')"
+            )
+
+    @property
+    @abstractmethod
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+
+    # -- ingestion
+
+    def key(self, chunk: Part) -> str:
+        """The key of the chunk's KV behind the default prefix, or behind it and the chunk that it names in `behind`."""
+        return self.key_of(*self._chunk_ids(chunk))
+
+    def key_of(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
+        """`key` of a chunk that is token ids already, behind another that is."""
+        return self._key(self.default_prefix_ids + neighbour, token_ids)
+
+    def is_stored(self, chunk: Part) -> bool:
+        """Whether the chunk's KV behind the default prefix is in the store."""
+        return self.store.contains(self.key(chunk))
+
+    def precompute(self, chunk: Part) -> int:
+        """Prefill one chunk behind the default prefix, alone or behind the chunk that it names in `behind`, and store
+        its slice. Bytes stored; 0 if it was there.
+        """
+        return self.precompute_ids(*self._chunk_ids(chunk))
+
+    @abstractmethod
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already, behind another that is."""
+
+    def forget(self, chunk: Part) -> bool:
+        """Drop the chunk's KV behind the default prefix; whether it was stored."""
+        return self.store.delete(self.key(chunk))
+
+    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The chunk's ids, and those of the chunk that it is to be computed behind."""
+        for text in (chunk.text, chunk.behind or "") if isinstance(chunk, Chunk) else (chunk,):
+            check_unicode(text, "a chunk")
+        return self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk)
+
+    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace)
+
+    # -- answering
+
+    def _check_prompt(self, prompt: SegmentedPrompt, stop: Sequence[str]) -> None:
+        """Raise EngineClosedError, or UsageError for text that is no Unicode."""
+        self._check_usable()
+        for message in prompt.messages:
+            for part in message.parts:
+                if isinstance(part, Chunk):
+                    check_unicode(part.text, "a chunk")
+                else:
+                    check_unicode(part, f"the {message.role} text")
+        for text in stop:
+            check_unicode(text, "a stop string")
+
+    def _check_length(self, num_tokens: int, what: str) -> None:
+        if num_tokens > self.context_length:
+            raise PromptTooLongError(
+                f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; "
+                "retrieve fewer chunks (-k), or ingest with a smaller --chunk-size"
+            )
+
+    # -- background work
+
+    @property
+    def shadow(self) -> ShadowCounters:
+        """How often answers were full prefill's, as far as `load_engine(shadow=P)` had both run."""
+        return self._shadow.counters
+
+    def flush_shadow(self) -> None:
+        """Wait until full prefill has run beside every request chosen so far."""
+        self._shadow.flush()
+
+    def flush(self) -> None:
+        """Wait until background precomputation has caught up; raises what failed there."""
+        if self._backfill is not None:
+            self._backfill.flush()
+
+    def close(self) -> None:
+        """Finish background work. Streams that are still open end at their next token, as "cancelled"; a closed engine
+        answers no more. Safe to call again.
+        """
+        if not self.is_usable:
+            return
+        self.closed = True
+        self.notices.close()
+        self._shadow.close()
+        if self._backfill is not None:
+            self._backfill.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Neither pickled nor copied: a model, threads and open files are not values."""
+        raise TypeError(
+            f"{type(self).__name__} holds a model, threads and locks of this process; it cannot be pickled or copied. "
+            "Send what load_engine takes and load it there; BlendLLM(model=..., store=...) does so by itself"
+        )
