@@ -113,10 +113,5 @@ def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Become the server. Returns only by raising."""
     launch = prepare(options, flags)
     checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
-    facts: dict[str, str | int] = {
-        "model": checkpoint.name,
-        "dtype": checkpoint.dtype,
-        "num_layers": checkpoint.num_layers,
-    }
-    register_model(Path(options.store), checkpoint.fingerprint, facts, new_model=True)
+    register_model(Path(options.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

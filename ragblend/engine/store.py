@@ -13,7 +13,17 @@ from time import monotonic
 from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored, stored_as
+from ragblend.engine.kv import (
+    ChunkKV,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    ModelShape,
+    StoredLayer,
+    in_memory,
+    restored,
+    stored_as,
+)
 from ragblend.engine.memory import MemoryStore, versions
 from ragblend.engine.protocols import KVStore, StoreCounters
 from ragblend.engine.quantize import check_kv_dtype
@@ -52,6 +62,13 @@ def fetches_ahead(store: KVStore) -> TypeGuard[FetchesAhead]:
     """Whether it pays to tell `store` the keys of a request before they are asked for: some tier is far away."""
     tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     return any(isinstance(tier, FetchesAhead) for tier in tiers)
+
+
+@runtime_checkable
+class ChecksShapes(Protocol):
+    """A tier whose entries come from outside of this process."""
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None: ...
 
 
 @runtime_checkable
@@ -120,11 +137,18 @@ class TieredStore:
             num_misses=self._num_misses,
             num_puts=self._num_puts,
             num_damaged=sum(counters.num_damaged for counters in tiers),
+            num_unsigned=sum(counters.num_unsigned for counters in tiers),
             num_evicted=sum(counters.num_evicted for counters in tiers),
             num_failures=sum(counters.num_failures for counters in tiers),
             num_dropped=sum(counters.num_dropped for counters in tiers)
             + sum(queue.num_dropped for queue in self._promotions.values()),
         )
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        for tier in self.tiers:
+            if isinstance(tier, ChecksShapes):
+                tier.expect(fingerprint, shape)
 
     # -- reading
 
