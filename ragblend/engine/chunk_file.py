@@ -419,7 +419,7 @@ def _read_layer(source: _Source, entry: _Entry, index: int) -> StoredLayer:
         if _checksum(entry.digest, data) != span.checksum:
             raise UnreadableError(f"layer {index} does not match its checksum")
         layer = _layer_in(buffer, span.tensors, entry.header)
-    # Who signs does not store what is not finite (see `base`); anybody else may.
+    # Who signs does not store what is not finite (`TieredStore.put`); anybody else may.
     if not entry.is_trusted and not layer_is_finite(layer):
         raise UnreadableError(f"layer {index} holds infinity or NaN")
     return layer

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
+from ragblend.engine.finite import kv_is_finite
 from ragblend.engine.kv import (
     ChunkKV,
     KVHeader,
@@ -292,9 +293,15 @@ class TieredStore:
         """Write to every tier, in the store's dtype; one too large for a memory tier is left out there, or pinned out.
 
         A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
-        tiers were tried.
+        tiers were tried. KV with infinity or NaN in it is not stored, with a warning: no reader would take it.
         """
         held = stored_as(in_memory(kv), self.kv_dtype)
+        if not kv_is_finite(held):
+            log.warning(
+                "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another --dtype",
+                held.header.key, held.header.dtype,
+            )  # fmt: skip
+            return
         failure: RagblendError | None = None
         for tier in self.tiers:
             if not _fits(tier, held):
