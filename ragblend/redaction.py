@@ -51,6 +51,19 @@ def has_secret(url: str) -> bool:
     return redacted(url) != url
 
 
+def advice_on(url: str) -> str:
+    """What to do about a password that ends a URL early, for the end of a message; "" where none does.
+
+    >>> advice_on("redis://:a#b@cache")
+    "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
+    """
+    scheme = _SCHEME.match(url)
+    before = url[scheme.end() if scheme else 0 :].rpartition("@")[0]
+    if not re.search(r"[#/?@]", before):
+        return ""
+    return "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
+
+
 def is_secret(name: str) -> bool:
     """Whether a setting or a flag of that name holds a secret.
 
@@ -116,7 +129,9 @@ def _pieces(url: str) -> Iterator[str]:
     before, _, after = rest.rpartition("@")
     place, *options = re.split(r"[?#]", after, maxsplit=1)
     host = place.partition("/")[0]
-    for hidden in (before, *options) if _HOST.fullmatch(host) else (rest,):
+    if not _HOST.fullmatch(host):
+        host, before, options = "", rest, []
+    for hidden in (before, *options):
         marks = [0, *sorted({end for found in _MARKS.finditer(hidden) for end in found.span()}), len(hidden)][-_MOST:]
         for start, end in combinations(marks, 2):  # a parser that cuts it elsewhere shows what is between two marks
             part = hidden[start:end].strip(":/?#@&=;, ")

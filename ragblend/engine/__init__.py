@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.redaction import has_secret, redacted
 
 if TYPE_CHECKING:
     from ragblend.engine.eviction import Policy
@@ -173,8 +174,10 @@ def load_engine(
         )  # fmt: skip
     if backend.startswith(("http://", "https://")):
         if dtype != "auto" or device != "auto" or vllm_options:
-            raise UsageError(f"dtype, device and vllm_options are set where the server starts, not with {backend}")
-        _refuse_tiers(tiers, backend)
+            raise UsageError(
+                f"dtype, device and vllm_options are set where the server starts, not with {redacted(backend)}"
+            )
+        _refuse_tiers(tiers, redacted(backend))
         asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         return _load_client(
             model, store, backend, {name: value for name, value in asked.items() if value is not None},
@@ -188,7 +191,9 @@ def load_engine(
             options, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
-        raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
+        raise UsageError(
+            f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+        )
     from ragblend.engine.kv import ModelShape, dtype_name
     from ragblend.engine.machine import machine_facts, read_profile
     from ragblend.engine.transformers_engine import TransformersEngine
@@ -238,7 +243,7 @@ def _command_flags(store: str | Path | None, **settings: Any) -> str:
 
 def _without_password(url: str | None) -> str | None:
     """The URL, for a log; None where it holds a password, which the environment has then."""
-    return None if url is None or "@" in url else url
+    return None if url is None or has_secret(url) else url
 
 
 def _tier_defaults() -> dict[str, Any]:
@@ -274,14 +279,16 @@ def _load_client(
     from ragblend.segments import Segmenter, prompt_format
 
     if store is not None and not isinstance(store, str | Path):
-        raise UsageError(f"store is a {type(store).__name__}; with {url} the store is the server's, give a directory")
+        raise UsageError(
+            f"store is a {type(store).__name__}; with {redacted(url)} the store is the server's, give a directory"
+        )
     opened = Connection(url, **connection)
     try:
         facts = server_facts(opened, model)
         tokenizer, path = load_tokenizer(model, trust_remote_code)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {url} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+                f"the server at {redacted(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
             )
         segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
         root = Path(store) if store is not None else None

@@ -28,7 +28,7 @@ from ragblend.engine.protocols import ByteStore, KVStore, StoreCounters, VerifyR
 from ragblend.engine.signing import KeyChoice, chosen_key
 from ragblend.engine.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.redaction import redacted
+from ragblend.redaction import HIDDEN, redacted
 
 log = logging.getLogger(__name__)
 
@@ -429,6 +429,8 @@ def open_remote(
         problem = f"the remote's time limit is {timeout_s} s"
         problem = problem if scheme else f"{redacted(url)!r} is not the URL of a remote tier"
         raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
+    if HIDDEN + "@" in url:
+        raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
     values: ByteStore
     if scheme in ("redis", "rediss"):
         from ragblend.engine.remote_redis import RedisValues
