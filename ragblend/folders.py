@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from pathspec import GitIgnoreSpec
 
 from ragblend.errors import NotFoundError, UsageError
+from ragblend.files import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ LEFT_OUT = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.
 
 _OUR_FOLDERS = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
 _EVERYTHING = ("**", "*")
+_GITIGNORE_BYTES = 1 << 20
 _FILE_URI = "file://"
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _RECORD = re.compile(r"#\d+(\.\d+)*$")
@@ -51,6 +53,7 @@ class Walk:
     others: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
     links: set[str] = field(default_factory=set)  # further names of files to read
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
+    outside: list[str] = field(default_factory=list)  # links to files that lie in none of the folders
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def holds(self, path: str) -> bool:
@@ -79,11 +82,12 @@ class Walk:
 def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> Walk:
     """The files that `paths` name and that folders among them hold, each folder's in order of their names.
 
-    Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of
-    the folder, those further down, and those above it in the same git repository), ragblend's own data, and the
-    folders `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file
-    itself is read too. `glob` filters what folders hold, as `Path.rglob` would. A file that is named is read whatever
-    it is. Raises NotFoundError for a path that does not exist, UsageError for a pattern that can match nothing.
+    Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of the
+    folder, those further down, and those above it in the same git repository), ragblend's own data, and the folders
+    `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file itself is
+    read too, and not at all where it leads to a file outside of `paths`. `glob` filters what folders hold, as
+    `Path.rglob` would. A file that is named is read whatever it is. Raises NotFoundError for a path that does not
+    exist, UsageError for a pattern that can match nothing.
     """
     pattern = _parts(glob)
     found, ours = Walk(), {os.path.realpath(folder) for folder in own}
@@ -108,6 +112,7 @@ def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path]
     found.others -= found.files.keys()
     found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
     found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.tops]
+    _leave_out_what_leads_out(found)
     _read_links_once(found)
     return found
 
@@ -271,6 +276,15 @@ def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
         return "" if error.errno == errno.ELOOP else "file"
 
 
+def _leave_out_what_leads_out(found: Walk) -> None:
+    """Whoever fills a folder may not be one who may read the whole machine."""
+    for path in [each for each in found.files if each not in found.named and os.path.islink(each)]:
+        target = os.path.realpath(path)
+        if not any(is_in(target, top) for top in found.tops):
+            found.outside.append(path)
+            del found.files[path]
+
+
 def _read_links_once(found: Walk) -> None:
     """Keep of every file that goes by several names one: its own, else the first."""
     names: dict[str, str] = {}
@@ -304,7 +318,7 @@ class _Ignored(NamedTuple):
         """These, and those of the folder's own `.gitignore`."""
         path = os.path.join(folder, ".gitignore")
         try:
-            lines = Path(path).read_bytes().decode("utf-8", "replace").splitlines()
+            lines = read_file(path, _GITIGNORE_BYTES).decode("utf-8", "replace").splitlines()
         except (FileNotFoundError, IsADirectoryError):
             return self
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ragblend.chunkrows import FileNote
 from ragblend.documents import (
     NO_FILE,
+    OUTSIDE,
     Document,
     FileContents,
     Skipped,
@@ -80,7 +81,8 @@ class _Run:
 
     def __init__(self, index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, keep_missing: bool) -> None:
         self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
-        self.result = Followed(failures=list(found.unreadable))
+        skipped = [Skipped(path, OUTSIDE) for path in found.outside]
+        self.result = Followed(failures=list(found.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had
         self._empty: set[str] = set()  # files that were read and are no documents

@@ -28,11 +28,13 @@ from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
 from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, FileNote, Leftovers, Row, text_hash
 from ragblend.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.files import read_file
 from ragblend.segments import Chunk
 
 logger = logging.getLogger(__name__)
 
 VECTORS, MANIFEST = "vectors.faiss", "manifest.json"
+_VECTORS_BYTES = 1 << 40
 _PAGE = 4096  # vectors added to FAISS at a time
 
 
@@ -432,12 +434,14 @@ class ChunkIndex:
 
     def _read_vectors(self) -> _Stored:
         try:
-            manifest = json.loads((self.path / MANIFEST).read_bytes())
+            manifest = json.loads(read_file(self.path / MANIFEST))
             sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
-            data = (self.path / VECTORS).read_bytes()
+            data = read_file(self.path / VECTORS, limit=_VECTORS_BYTES)
         except FileNotFoundError as error:
             return self._Stored(None, damage=f"{error.filename} is missing")
-        except (ValueError, KeyError, TypeError):
+        except OSError as error:
+            return self._Stored(None, damage=f"{error.filename} cannot be read ({error.strerror})")
+        except (ValueError, KeyError, TypeError, RecursionError):
             return self._Stored(None, damage=f"{self.path / MANIFEST} is damaged")
         # Compared before the native parser sees the bytes: it is not made for hostile ones.
         if hashlib.sha256(data).hexdigest() != sha256:

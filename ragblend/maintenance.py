@@ -40,6 +40,7 @@ class VerifyReport:
 
     checked: int = 0
     damaged: dict[str, str] = field(default_factory=dict)  # key -> reason
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # the same of a remote tier, where there is one
     orphans: int | None = None
     index_problems: list[str] = field(default_factory=list)
     num_repaired: int = 0
@@ -47,12 +48,13 @@ class VerifyReport:
     @property
     def is_bad(self) -> bool:
         """Whether anything is damaged."""
-        return bool(self.damaged or self.index_problems)
+        return bool(self.damaged or self.damaged_remote or self.index_problems)
 
     def as_dict(self) -> dict[str, Any]:
         """`damaged` as a count, `damaged_keys` with the reasons."""
         facts = asdict(self)
-        return {**facts, "damaged": len(self.damaged), "damaged_keys": self.damaged}
+        remote = {"damaged_remote": len(self.damaged_remote), "damaged_remote_keys": self.damaged_remote}
+        return {**facts, "damaged": len(self.damaged), "damaged_keys": self.damaged, **remote}
 
 
 def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
@@ -227,6 +229,7 @@ def examine(settings: Settings) -> list[Check]:
         _index(settings),
         _store(settings),
         _room(settings),
+        _store_key(),
         *([_remote(settings)] if settings.remote is not None else []),
     ]
     for extra, package in (
@@ -377,6 +380,20 @@ def _room(settings: Settings) -> Check:
         path = path.parent
     free = shutil.disk_usage(path).free
     return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")
+
+
+def _store_key() -> Check:
+    """Whether what is stored is signed, and with which key."""
+    from ragblend.engine.signing import find_key, key_origin
+
+    try:
+        key = find_key()
+    except RagblendError as error:
+        return Check("store key", False, str(error), "ragblend init-key")
+    if key is None:
+        finding = "none: KV is believed whoever wrote it to the store or the remote tier"
+        return Check("store key", False, finding, "ragblend init-key", optional=True)
+    return Check("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
 
 
 def _remote(settings: Settings) -> Check:

@@ -20,6 +20,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreMismatchError
+from ragblend.files import check_file
 
 REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
@@ -368,6 +369,10 @@ def _key(text: str) -> bytes:
 def _open(path: Path) -> sqlite3.Connection:
     """A connection in autocommit mode to a file that holds the table, made if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        check_file(path)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be opened: {error.strerror or error}; move it away") from error
     # In a folder that cannot be written (a package, a mounted image) nobody else writes either; without a file there,
     # what is added lives as long as the connection.
     frozen = not os.access(path.parent, os.W_OK) and path.exists()

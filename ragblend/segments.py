@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ragblend.errors import RagblendError, UsageError
+from ragblend.files import read_file
 
 FORMAT_FILE = "ragblend.json"
 """File beside a model's config.json that declares its prompt format (see `DeclaredFormat`)."""
@@ -402,8 +403,8 @@ class DeclaredFormat:
     def read(cls, path: Path) -> DeclaredFormat:
         """Read a `ragblend.json`; raises UsageError for fields it does not know."""
         try:
-            fields = dict(json.loads(path.read_text()))
-        except (TypeError, ValueError) as error:
+            fields = dict(json.loads(read_file(path)))
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not a JSON object: {error}") from error
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:

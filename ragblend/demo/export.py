@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ragblend.demo.tokenizer import (
     save_tokenizer,
     token_id,
 )
+from ragblend.engine.transformers_model import CHECKSUMS
 
 WEIGHTS = Path(__file__).parent / "weights"
 
@@ -54,6 +56,8 @@ def export(model: DemoModel, out: Path) -> None:
         shipped.save_pretrained(fresh)
         save_tokenizer(fresh, max_length=model.config.max_positions)
         (fresh / "ragblend.json").write_text(json.dumps(PROMPT_FORMAT, indent=2) + "\n")
+        digests = {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(fresh.iterdir())}
+        (fresh / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
         for file in sorted(fresh.iterdir()):
             file.chmod(0o644)
             file.replace(out / file.name)

@@ -49,7 +49,7 @@ from ragblend.engine.kv import (
 from ragblend.engine.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.signing import DIGITS, UNSIGNED, StoreKey
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.files import open_file
+from ragblend.files import dense_size, open_file
 
 FORMAT_VERSION = 1
 """Version of how an entry is written; LAYOUT_VERSION says what its tensors mean."""
@@ -362,12 +362,11 @@ class OpenFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's size. UnreadableError where most of it is a hole: a file of 2 KB can claim to hold a terabyte."""
-        facts = os.fstat(self.fd)
-        # A file system that compresses, or has not written yet, also shows few blocks; it shows no hole.
-        if facts.st_blocks * 512 < facts.st_size // 2 and os.lseek(self.fd, 0, os.SEEK_HOLE) < facts.st_size:
-            raise UnreadableError(f"of its {facts.st_size} bytes, {facts.st_blocks * 512} are on the disk")
-        return facts.st_size
+        """The file's size. UnreadableError where most of it is a hole."""
+        try:
+            return dense_size(self.fd)
+        except OSError as error:
+            raise UnreadableError(error.strerror or str(error)) from error
 
 
 class _Bytes:

@@ -39,12 +39,12 @@ from ragblend.engine.chunk_file import (
 )
 from ragblend.engine.directory import Directory, unlink
 from ragblend.engine.eviction import Policy
-from ragblend.engine.kv import ChunkKV, KVHeader, ModelShape, in_memory
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
 from ragblend.engine.profile import PROFILES_DIR, Profile
 from ragblend.engine.protocols import StoreCounters, VerifyResult
 from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
 from ragblend.engine.signing import KeyChoice, chosen_key, sealed, unsealed
-from ragblend.errors import NotFoundError, UsageError
+from ragblend.errors import DamagedEntryError, NotFoundError, UsageError
 from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
@@ -271,6 +271,31 @@ class DiskStore:
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
 
+    def paths(self) -> Iterator[Path]:
+        """Files of all entries, then of those that were moved aside; unverified."""
+        yield from self._files(ENTRY_SUFFIX)
+        yield from self._files(DAMAGED_SUFFIX)
+
+    def read_at(self, path: Path) -> MemoryKV:
+        """The entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves nothing aside."""
+        try:
+            return in_memory(DiskKV(path.stem, path, OpenFile(path), lambda *_: None, self._demands))
+        except UnreadableError as error:
+            raise DamagedEntryError(path.stem, str(error)) from error
+
+    def sign_notes(self, source: DiskStore) -> int:
+        """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
+        count = 0
+        for folder in NOTES:
+            for path in sorted((self.root / folder).glob("[!.]*.json")):
+                with suppress(OSError, ValueError, RecursionError):
+                    self._read_note(path)
+                    continue
+                with suppress(OSError, ValueError, RecursionError):
+                    self._write_note(path, source._read_note(path))
+                    count += 1
+        return count
+
     def verify_notes(self) -> Iterator[VerifyResult]:
         """What is wrong with the store's notes on models, calibrations and machines; `key` is the file's place in it.
 
@@ -366,12 +391,7 @@ class DiskStore:
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
         path = self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
-        note = sealed(_note_kind(path), facts, self.store_key)
-        data = json.dumps(note, indent=2, sort_keys=True).encode() + b"\n"
-        with suppress(OSError):
-            if read_file(path) == data:
-                return
-        self._directory.replace(path, len(data), lambda stream: stream.write(data))
+        self._write_note(path, facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
         """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
@@ -386,13 +406,21 @@ class DiskStore:
     def put_profile(self, profile: Profile) -> Path:
         """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
         path = self.root / PROFILES_DIR / profile.filename
-        data = json.dumps(sealed(PROFILES_DIR, profile.as_dict(), self.store_key), indent=1).encode() + b"\n"
-        self._directory.replace(path, len(data), lambda stream: stream.write(data))
+        self._write_note(path, profile.as_dict())
         return path
 
     def _read_note(self, path: Path) -> dict[str, Any]:
         """A JSON object of the store, signed where that is demanded. Raises OSError, ValueError or RecursionError."""
         return unsealed(_note_kind(path), json.loads(read_file(path)), self.store_key)
+
+    def _write_note(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Put a note in place, signed where there is a key; nothing to do where it is there. Raises what `put` does."""
+        note = sealed(_note_kind(path), facts, self.store_key)
+        data = json.dumps(note, indent=1, sort_keys=True).encode() + b"\n"
+        with suppress(OSError):
+            if read_file(path) == data:
+                return
+        self._directory.replace(path, len(data), lambda stream: stream.write(data))
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from ragblend.engine.kv import LAYOUT_VERSION
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,8 @@ def _read_cache(cache: Path | None) -> dict[str, str]:
     if cache is None:
         return {}
     try:
-        known = json.loads(cache.read_text())
-    except (OSError, ValueError):
+        known = json.loads(read_file(cache))
+    except (OSError, ValueError, RecursionError):
         return {}
     return {str(entry): str(value) for entry, value in known.items()} if isinstance(known, dict) else {}
 

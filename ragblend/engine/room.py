@@ -10,6 +10,7 @@ Knows names, sizes and times of files, and how to ask for a header. Knows nothin
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -26,9 +27,11 @@ from ragblend.engine.eviction import Held, Ledger, Policy, recompute_cost
 from ragblend.engine.kv import KVHeader
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import StoreFullError
+from ragblend.files import open_file, read_file
 
 ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 FACTS_FILE = "entries.jsonl"
+_FACTS_BYTES = 1 << 30
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 LOOK_SHARE = 1 / 16  # of the budget, or of a quota: after that many bytes written here, look at what others wrote
@@ -272,9 +275,9 @@ class Room:
     def _facts_on_disk(self) -> tuple[dict[str, _Facts], int]:
         """What `entries.jsonl` remembers, and its number of lines; a line that a crash cut short is skipped."""
         found, num_lines = dict[str, _Facts](), 0
-        with suppress(OSError), (self._root / FACTS_FILE).open("rb") as lines:
+        with suppress(OSError), io.BytesIO(read_file(self._root / FACTS_FILE, _FACTS_BYTES)) as lines:
             for num_lines, line in enumerate(lines, start=1):  # noqa: B007 (the last one is returned)
-                with suppress(ValueError, TypeError):
+                with suppress(ValueError, TypeError, RecursionError):
                     key, namespace, cost = json.loads(line)
                     found[str(key)] = str(namespace), float(cost)
         return found, num_lines
@@ -284,7 +287,7 @@ class Room:
         if not self._needs_facts or not facts:
             return
         with suppress(OSError):  # read-only, or full: the entries are what matters
-            handle = os.open(self._root / FACTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            handle = open_file(self._root / FACTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(handle, _lines(facts))
             finally:

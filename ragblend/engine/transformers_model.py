@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ import torch
 
 from ragblend.engine.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.kv import DTYPES, dtype_name
-from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
+from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
 
 DEMO = "demo"
+CHECKSUMS = "SHA256SUMS"
+"""Of the embedded model's files, as `sha256sum --check` reads it."""
+_REINSTALL = "install it again: pip install --force-reinstall --no-deps ragblend"
 
 # What config.json may say that cannot change the KV that the weights compute. Whatever is not named here counts: a
 # field that nobody has heard of yet may be the one that changes how attention is scaled.
@@ -132,7 +138,7 @@ def find_model(model: str, weights: bool = True) -> Path:
     Without `weights` only the tokenizer and the configuration are downloaded.
     """
     if model == DEMO:
-        return Path(str(files("ragblend") / "demo" / "weights"))
+        return _demo_checkpoint()
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -151,6 +157,20 @@ def find_model(model: str, weights: bool = True) -> Path:
             f"model {model!r} is neither here nor on Hugging Face ({type(error).__name__}). "
             "Check the name and the network, or use the embedded one: --model demo"
         ) from error
+
+
+@cache
+def _demo_checkpoint() -> Path:
+    """The embedded model's directory, once its files are what `SHA256SUMS` beside them says."""
+    path = Path(str(files("ragblend") / "demo" / "weights"))
+    try:
+        lines = read_file(path / CHECKSUMS).decode().splitlines()
+        bad = [name for digest, name in map(str.split, lines) if sha256(read_file(path / name)).hexdigest() != digest]
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"the embedded model cannot be read: {error}; {_REINSTALL}") from error
+    if bad or not any(line.endswith(".safetensors") for line in lines):
+        raise CorruptError(f"the embedded model is not the one that was shipped ({', '.join(bad)}); {_REINSTALL}")
+    return path
 
 
 def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | None = None) -> str:
