@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# Whoever runs the tests may have settings and a store key of his own.
+os.environ.update(XDG_CONFIG_HOME="/nonexistent")
+os.environ.pop("RAGBLEND_STORE_KEY", None)
+os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
 
 import pytest
 import torch

@@ -146,7 +146,10 @@ def test_a_link_is_read_once_and_never_leads_in_circles(tmp_path):
     }
     for name, target in links.items():
         (docs / name).symlink_to(target)
-    assert seen(docs, walk([docs])) == ["a.txt", "current.txt", "out.txt"]
+    found = walk([docs])
+    assert seen(docs, found) == ["a.txt", "current.txt"]
+    assert found.outside == [str(docs / "out.txt")]
+    assert seen(docs, walk([docs, docs / "out.txt"])) == ["a.txt", "current.txt", "out.txt"], "who names it wants it"
     assert seen(tmp_path, walk([docs, tmp_path / "outside"])) == ["docs/a.txt", "docs/current.txt", "outside/o.txt",
                                                                  "outside/p.txt"]  # fmt: skip
     assert seen(tmp_path, walk([docs / "up" / "docs" / "self"])) == seen(tmp_path, walk([docs]))

@@ -405,16 +405,36 @@ def test_who_names_an_ignored_file_keeps_it(corpus):
 
 
 def test_a_link_that_points_elsewhere_now_is_read_from_there(corpus):
-    (corpus.root / "v1.txt").write_text(FOX)
-    (corpus.root / "v2.txt").write_text(KERN)
+    kept = corpus.docs / ".kept"
+    kept.mkdir(parents=True)
+    (kept / "v1.txt").write_text(FOX)
+    (kept / "v2.txt").write_text(KERN)
     link = corpus.docs / "current.txt"
-    link.symlink_to(corpus.root / "v1.txt")
+    link.symlink_to(kept / "v1.txt")
     corpus.ingest()
     assert corpus.documents() == {"current.txt": FOX}
     link.unlink()
-    link.symlink_to(corpus.root / "v2.txt")
+    link.symlink_to(kept / "v2.txt")
     assert corpus.ingest().num_updated == 1
     assert corpus.texts() == {KERN}
+
+
+def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_goes(corpus):
+    corpus.write(a_txt=FOX)
+    secret, link = corpus.root / "secret.txt", corpus.docs / "notes.txt"
+    secret.write_text(KERN)
+    link.symlink_to(secret)
+    report = corpus.ingest()
+    assert corpus.texts() == {FOX}
+    assert [(path, "leads out of the folder" in reason) for path, reason in report.skipped] == [(str(link), True)]
+    link.unlink()
+    link.write_text(KERN)
+    corpus.ingest()
+    assert corpus.texts() == {FOX, KERN}
+    link.unlink()
+    link.symlink_to(secret)
+    assert corpus.ingest().removed == [str(link)]
+    assert corpus.texts() == {FOX}
 
 
 def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, monkeypatch):
