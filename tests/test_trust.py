@@ -246,3 +246,15 @@ def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypa
     with pytest.raises(CorruptError, match=r"model\.safetensors.*--force-reinstall"):
         transformers_model.find_model("demo")
     transformers_model._demo_checkpoint.cache_clear()
+
+
+def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: Any, caplog: Any) -> None:
+    folder = Path("model")
+    folder.mkdir()
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
+    (folder / "evil.py").write_text("from pathlib import Path\nPath('it-ran').touch()\n")
+    Path("ragblend.toml").write_text('model = "./model"\ntrust_remote_code = true\n')
+    assert run("doctor", "--index", "i", "--store", "s")[0] == 1
+    assert not list(Path().rglob("it-ran"))
+    assert "ragblend.toml sets trust_remote_code, which is ignored" in caplog.text

@@ -240,3 +240,24 @@ def test_engines_of_both_kinds_share_one_remote(redis_server, tmp_path, monkeypa
         assert two.forget(TEXTS[0])
         assert not two.is_stored(TEXTS[0])
     assert len(list(open_remote(remote).keys())) == 1
+
+
+def test_with_a_key_vllm_uses_only_what_it_signed(redis_server, first, checkpoint, tmp_path, monkeypatch):
+    """Redis has every chunk, whole and right, and unsigned; what is computed in its place is signed."""
+    monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
+    url = redis_server.url.replace("/0", "/4")
+    unsigned, place = open_remote(redis_server.url, store_key=None), open_remote(url)
+    for key in unsigned.keys():  # noqa: SIM118
+        place.values.put(key, unsigned.values.get(key))
+    extra = {"remote": url, "remote_timeout_s": 60}
+    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+        counters, (request, *_) = watched_counters(llm), requests()
+        assert report(ask(llm, *request))["num_chunk_hits"] == 0
+        assert counters["damaged_entries"] == len(request[1]["spans"])
+        assert list(DiskStore(tmp_path, store_key=None).keys()) == [], "nothing was moved up"
+        for chunk in CHUNKS:
+            ingest(llm, PREFIX, chunk)
+        output = ask(llm, *request)
+        assert report(output)["num_chunk_hits"] == report(output)["num_chunks"]
+        assert tokens(output) == first["blended"][0]
+    assert not [each for each in DiskStore(tmp_path).verify() if not each.ok]
