@@ -20,7 +20,7 @@ from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.kv import in_memory
 from ragblend.engine.signing import StoreKey, find_key, read_key, write_key
-from ragblend.errors import CorruptError, UsageError
+from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 CHUNKS = ("Nora Adler works for Paxara.", "The company is based in Oston.")
 QUESTION = "Where is Paxara based?"
@@ -94,6 +94,19 @@ def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(ru
     assert said is not None
     assert said != own
     assert said == StoreKey.parse("correct horse battery staple")
+
+
+def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    made = write_key(tmp_path / "k.key")
+    Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
+    assert find_key() is None
+    own = tmp_path / "config" / "ragblend" / "config.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f'store_key_file = "{tmp_path}/k.key"\n')
+    assert find_key() == made
+    monkeypatch.setenv("RAGBLEND_STORE_KEY_FILE", str(tmp_path / "gone.key"))
+    with pytest.raises(NotFoundError, match="init-key --out"):  # never "no key"
+        find_key()
 
 
 def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: Any) -> None:
