@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ragblend.bench.hardware import hardware_card
-from ragblend.engine.chunk_file import decode_chunk, encode_chunk
+from ragblend.engine.chunk_file import Demands, decode_chunk, encode_chunk
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import DTYPES, KVHeader, LayerKV, MemoryKV, in_memory
@@ -47,19 +47,19 @@ def measure(kv: MemoryKV, directory: Path, repeats: int) -> list[dict[str, Any]]
     }
     name, times = kv.header.key, dict[tuple[str, bool], list[float]]()
 
-    def timed(what: str, signed: bool, work: Callable[[], Any]) -> Any:
+    def timed(what: str, signed: bool, work: Callable[..., Any], *given: Any) -> Any:
         start_s = perf_counter()
-        result = work()
+        result = work(*given)
         times.setdefault((what, signed), []).append(perf_counter() - start_s)
         return result
 
     for _ in range(repeats + 1):
         for signed, store in stores.items():
-            timed("put", signed, lambda store=store: store.put(kv))
-            found = timed("get", signed, lambda store=store: store.get(name))
-            timed("read", signed, lambda found=found: in_memory(found))
-            data = timed("encode", signed, lambda store=store: encode_chunk(kv, store.store_key))
-            timed("decode", signed, lambda data=data, store=store: decode_chunk(data, name, store._demands))
+            timed("put", signed, store.put, kv)
+            found = timed("get", signed, store.get, name)
+            timed("read", signed, in_memory, found)
+            data = timed("encode", signed, encode_chunk, kv, store.store_key)
+            timed("decode", signed, decode_chunk, data, name, Demands(store.store_key))
     return [
         {
             "operation": what,
