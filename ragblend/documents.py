@@ -18,17 +18,17 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.errors import EmptyCorpusError, NotADocumentError, UnreadableDocumentError
 from ragblend.folders import ReadFailure, Walk, printable, shown, walk
+from ragblend.pages import read_page
 
 logger = logging.getLogger(__name__)
 
-READERS_VERSION = 1
+READERS_VERSION = 2
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
 
 NO_FILE = "is a link to a file that is not there; restore it, or remove the link"
@@ -270,13 +270,16 @@ def _read_text(data: bytes) -> Found:
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 
 
+_MAX_EXTRACTED_CHARS = 2 << 20  # trafilatura takes 3 to 20 s per megabyte, and larger pages are data, not articles
+
+
 def _read_html(data: bytes) -> Found:
     found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
     declared = found[1].decode().lower() if found else ""
     # Browsers read "iso-8859-1" as Windows-1252 (WHATWG Encoding Standard), and pages rely on it for quotes and dashes.
     page = _decode(data, "cp1252" if declared in {"iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"} else declared)
-    parsed = _HtmlText(page)
-    extract = _trafilatura_extract()
+    parsed = read_page(page)
+    extract = _trafilatura_extract() if len(page) <= _MAX_EXTRACTED_CHARS else None
     text = extract(page, include_comments=False) if extract else None
     yield Record("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
 
@@ -291,47 +294,6 @@ def _trafilatura_extract() -> Callable[..., str | None] | None:
             logger.warning("trafilatura does not import (%s); pages are read by the simpler parser", error)
         return None
     return extract  # type: ignore[no-any-return]
-
-
-class _HtmlText(HTMLParser):
-    """The visible text of a page, one blank line between blocks; for when trafilatura is missing or finds nothing."""
-
-    _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "title"})
-    _INLINE = re.compile(  # every other element begins a block
-        "a|abbr|b|bdi|bdo|big|cite|code|data|dfn|em|font|i|ins|kbd|label|mark|q|s|samp|small|span|strong|sub|sup"
-        "|time|tt|u|var|wbr"
-    )
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self._open: list[str] = []  # hidden elements we are inside of
-        self._pieces: list[str] = []
-        self._title: list[str] = []
-        self.feed(page)
-        self.close()
-        text = re.sub(r"[^\S\n]+", " ", "".join(self._pieces))
-        self.text = re.sub(r" ?\n ?", "\n", re.sub(r"\s*\n\s*\n\s*", "\n\n", text)).strip()
-        self.title = " ".join("".join(self._title).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in self._HIDDEN:
-            self._open.append(tag)
-        elif tag in {"td", "th"}:
-            self._pieces.append(" ")
-        elif not self._INLINE.fullmatch(tag):
-            self._pieces.append("\n" if tag in {"br", "tr", "li"} else "\n\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:
-            del self._open[self._open.index(tag) :]
-        elif not self._INLINE.fullmatch(tag) and tag not in {"td", "th", "tr", "li"}:
-            self._pieces.append("\n\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._open:
-            self._pieces.append(re.sub(r"\s+", " ", data))
-        elif self._open == ["title"]:
-            self._title.append(data)
 
 
 _TEXT_FIELDS = ("text", "content", "page_content")
