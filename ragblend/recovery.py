@@ -9,6 +9,7 @@ Knows strings and chunks, nothing about tokens, KV or frameworks. Read `recover`
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +21,17 @@ from ragblend.errors import UsageError
 from ragblend.registry import TextIndex
 from ragblend.segments import CHUNK_JOINT, Chunk, Part, any_of, joined_texts
 
+logger = logging.getLogger(__name__)
+
 Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
 
 SHORT_CHARS = 24
 """A text below this may be an everyday word: at the end of a user's turn it is never taken for a chunk."""
+
+
+MAX_MATCHES = 10_000
+"""Known texts that are recognised in one message: more is a table of everyday words, and each costs a place."""
 
 
 class Span(NamedTuple):
@@ -54,6 +61,7 @@ def recover(
     is_stored: Callable[[str], bool] | None = None,
     asks: bool = False,
     framed: bool = False,
+    max_matches: int = MAX_MATCHES,
 ) -> tuple[Part, ...]:
     """Text and chunks of one message, in order; () for one that is blank.
 
@@ -69,6 +77,7 @@ def recover(
     - `asks` (a user's turn): what follows a label such as `Question:` is none; neither is the end of the turn, unless
       it stands there for the first time, ends with no question mark, and has a label with a colon (`Is it so: ...`)
       only if one before had it, too.
+    - `max_matches`: what is known stays text from there on, and a warning says so.
     - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
     >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
@@ -82,7 +91,7 @@ def recover(
         parts = _explicit(parts, segments)
     if registry is not None:
         with registry.searching() as known:
-            parts = _Registered(parts, known, asks, framed).cut()
+            parts = _Registered(parts, known, asks, framed, max_matches).cut()
     if not any(isinstance(part, Chunk) or part.strip() for part in parts):
         return ()
     return tuple(parts)
@@ -345,7 +354,9 @@ _QUESTION_MARKS = ("?", "？", "؟", ";")
 class _Registered:
     """One search for known texts: a line after the other, each place once."""
 
-    def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool) -> None:
+    def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool, max_matches: int) -> None:
+        self._left = max_matches
+        self._max_matches = max_matches
         self._parts, self._known, self._asks, self._framed = parts, known, asks, framed
         self._seen = {part.text for part in parts if isinstance(part, Chunk)}
         self._labels: set[str] = set()  # those that known texts stood behind, without their numbers
@@ -369,6 +380,15 @@ class _Registered:
             chain = self._on_line(text, line)
             if chain and ends_turn and _NOTHING.match(text, chain[-1][1]) and not self._may_end(text, line, chain):
                 chain = ()
+            if len(chain) > self._left:
+                logger.warning(
+                    "more than %d ingested texts stand in one message; what follows them is read as text. To have more "
+                    "of them reused, raise max_matches",
+                    self._max_matches,
+                )
+                self._left = 0
+                return
+            self._left -= len(chain)
             if chain:
                 self._labels.add(_label(text, line, chain[0][0]))
             for start, end in chain:
