@@ -2,9 +2,9 @@
 
     python benchmarks/limits.py [--out data/results/limits.json] [--sizes 1,10,100] [--limit-s 60] [--only NAME ...]
 
-A point that takes longer than the limit is ended, noted as `null`, and larger ones of its shape are left out.
-`growth` is the exponent between the two largest points: 1 is linear, and n log n is a little above. What takes
-milliseconds is start-up, and says nothing. docs/limits.md explains the shapes.
+A point that takes longer than the limit is ended, noted as `null`, and larger ones of its shape are left out. With
+`--only`, the other shapes of OUT stay as they were. `growth` is the exponent between the two largest points: 1 is
+linear, and n log n is a little above. docs/limits.md explains the shapes.
 """
 
 from __future__ import annotations
@@ -207,6 +207,9 @@ def main() -> None:
         "limit_s": given.limit_s,
         "runs": runs,
     }
+    if given.out and given.out.exists() and given.only != list(SHAPES):  # some shapes anew, the others as they were
+        known = {run["shape"]: run for run in json.loads(given.out.read_text())["runs"]}
+        result["runs"] = list((known | {run["shape"]: run for run in runs}).values())
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")
     else:

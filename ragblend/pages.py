@@ -21,6 +21,8 @@ _TAG = re.compile(r"<(/?)([a-zA-Z][^\t\n\r\f />\x00]*)")
 # What follows a tag's name, up to its end; a ">" in the quotes of an attribute is none. Nothing is tried twice.
 _ATTRIBUTES = re.compile(r"""(?>[^>=]+|=\s*+(?>"[^"]*"|'[^']*')?)*+>""")
 _RAW_END = {name: re.compile(rf"</{name}\s*+>", re.IGNORECASE) for name in _RAW}
+# Blanks to be made one space. One that is a space already is not matched: `sub` holds a piece for every match.
+_WIDE, _WIDE_IN_LINE = re.compile(r"\s{2,}|[^\S ]"), re.compile(r"[^\S\n]{2,}|[^\S\n ]")
 _MAX_UNENDED = 16  # tags without an end that are looked at with their quotes; each may read all of the page
 
 
@@ -50,7 +52,7 @@ def read_page(page: str) -> Page:
     for item in _items(page):
         if isinstance(item, str):
             if not open_hidden:
-                pieces.append(re.sub(r"\s+", " ", item))
+                pieces.append(_WIDE.sub(" ", item))
             elif open_hidden == ["title"]:
                 title.append(item)
             continue
@@ -69,8 +71,8 @@ def read_page(page: str) -> Page:
                 first_open = {name: first for name, first in first_open.items() if first < place}
             elif not _INLINE.fullmatch(item.name) and item.name not in {"td", "th", "tr", "li"}:
                 pieces.append("\n\n")
-    text = re.sub(r"[^\S\n]+", " ", "".join(pieces))
-    text = re.sub(r" ?\n ?", "\n", re.sub(r"\s*\n\s*\n\s*", "\n\n", text)).strip()
+    text = _WIDE_IN_LINE.sub(" ", "".join(pieces))
+    text = re.sub(r" \n ?|\n ", "\n", re.sub(r"\s*\n\s*\n\s*", "\n\n", text)).strip()
     return Page(text, " ".join("".join(title).split()))
 
 
