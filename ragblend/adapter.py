@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from ragblend.engine import StoreOptions
 from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
-from ragblend.recovery import Block, check_separator, recover
+from ragblend.recovery import MAX_MATCHES, Block, check_separator, recover
 from ragblend.redaction import redacted, without_secrets
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk, Part, SegmentedPrompt
@@ -131,6 +131,7 @@ class BlendModel(BaseModel):
     engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, eviction, shadow, ...
     separator: str | None = None
     strict: bool = False
+    max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
     registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
     opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
@@ -246,6 +247,7 @@ class BlendModel(BaseModel):
             is_stored=self.engine.is_stored,
             asks=turn.role == "user",
             framed=self.engine.segmenter.format.frames_chunks,
+            max_matches=self.max_matches,
         )
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +50,7 @@ class Splitter(Protocol):
 
 # Words, and the runs between sentence marks of scripts that put no space after a sentence.
 _WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
+_NO_BLANK = re.compile(r"\S")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
 _ABBREVIATION = re.compile(r"^\W*(?:\w|mr|mrs|ms|dr|st|prof|jr|sr|no|vs|fig|e\.g|i\.e|cf|al)\.$", re.IGNORECASE)
 
@@ -66,15 +68,15 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
     if max_tokens < 1:
         raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
     text = document.text
-    words = [match.span() for match in _WORD.finditer(text)]
-    starts, ends = [start for start, _ in words], [end for _, end in words]
-    strengths = [_strength(text, start, end, after) for (start, end), after in zip(words, starts[1:], strict=False)]
+    # One number per word is all that is kept: a text of short words would take many times its size otherwise.
+    ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
     budget = _Budget(text, count_tokens, max_tokens)
     chunks: list[Chunk] = []
-    first = 0
-    while first < len(words):
-        start = starts[first]
-        last, num_tokens = budget.reach(start, ends, first)
+    first, start = 0, _start_of_word(text, ends, 0)
+    while first < len(ends):
+        last, num_tokens = first - 1, 0
+        if ends[first] - start <= budget.probe_chars:
+            last, num_tokens = budget.reach(start, ends, first)
         if last < first:
             letters = range(start + 1, ends[first] + 1)
             last_letter, num_tokens = budget.reach(start, letters, 0)
@@ -84,11 +86,10 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
                     "needs more alone; choose a larger chunk size"
                 )
             end = letters[last_letter]
-            starts[first] = end  # the rest of the word opens the next chunk
             first += end == ends[first]
         else:
-            if last + 1 < len(words):
-                cut = _best_cut(strengths, first, last, ends, start)
+            if last + 1 < len(ends):
+                cut = _best_cut(text, ends, first, last, start)
                 cut_tokens = num_tokens if cut == last else count_tokens(text[start : ends[cut]])
                 if cut_tokens <= max_tokens:  # fewer characters may be more tokens; then the verified end stands
                     last, num_tokens = cut, cut_tokens
@@ -97,7 +98,15 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
         chunks.append(
             Chunk(text[start:end], document.source, start, end, {**document.metadata, "num_tokens": num_tokens})
         )
+        # The rest of a word that was cut opens the next chunk.
+        start = _start_of_word(text, ends, first) if first and end == ends[first - 1] else end
     return chunks
+
+
+def _start_of_word(text: str, ends: Sequence[int], index: int) -> int:
+    """Where the word starts that ends at `ends[index]`; the end of the text behind the last."""
+    found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
+    return found.start() if found else len(text)
 
 
 def _strength(text: str, start: int, end: int, after: int) -> int:
@@ -111,21 +120,35 @@ def _strength(text: str, start: int, end: int, after: int) -> int:
     return _AT_LINE if "\n" in gap else _AT_WORD
 
 
-def _best_cut(strengths: Sequence[int], first: int, last: int, ends: Sequence[int], start: int) -> int:
+def _best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int) -> int:
     """The last of the strongest gaps in the second half of the chunk, so that no chunk but the final is half empty."""
-    middle = bisect_right(ends, (start + ends[last]) // 2, first, last)
-    return max(range(middle, last + 1), key=lambda word: (strengths[word], word))
+    best, strongest = last, -1
+    word = bisect_right(ends, (start + ends[last]) // 2, first, last)
+    word_start = _start_of_word(text, ends, word)
+    while word <= last:
+        after = _start_of_word(text, ends, word + 1)
+        strength = _strength(text, word_start, ends[word], after)
+        if strength >= strongest:
+            best, strongest = word, strength
+        word, word_start = word + 1, after
+    return best
 
 
 class _Budget:
-    """Finds how far a chunk may reach with few counts: guesses by characters per token, then counts the real text."""
+    """Finds how far a chunk may reach with few counts: guesses by characters per token, then counts the real text.
+
+    What is counted grows with the chunk, never with the text: a piece far beyond what tokens usually hold is counted
+    from its beginning, in pieces that grow, until it is known to exceed the budget.
+    """
 
     _MAX_GUESSES = 6
+    _PROBE = 32, 4096  # characters per token, and at least: no prose comes near, and runs of one letter do
 
     def __init__(self, text: str, count_tokens: TokenCounter, max_tokens: int) -> None:
         self._text, self._count, self._max_tokens = text, count_tokens, max_tokens
         self._slack = max_tokens // 32  # full enough: the cut moves back to a sentence anyway
         self._chars_per_token = 4.0
+        self.probe_chars = max(self._PROBE[0] * max_tokens, self._PROBE[1])
 
     def reach(self, start: int, ends: Sequence[int], first: int) -> tuple[int, int]:
         """Last index of `ends` from `first` that was counted and fits, and its tokens; (first - 1, 0) if none fits."""
@@ -135,14 +158,24 @@ class _Budget:
             target = start + round(self._max_tokens * self._chars_per_token)
             index = bisect_right(ends, target, first) - 1 if guesses < self._MAX_GUESSES else (fits + exceeds) // 2
             index = min(max(index, fits + 1), exceeds - 1)
-            num_tokens = self._count(self._text[start : ends[index]])
+            num_tokens, end = self._count_up_to(start, ends[index])
             guesses += 1
             if num_tokens > self._max_tokens:
-                exceeds = index
+                exceeds = bisect_left(ends, end, fits + 1, index)
             else:
                 fits, fits_tokens = index, num_tokens
-            self._chars_per_token = (ends[index] - start) / max(num_tokens, 1)
+            self._chars_per_token = (end - start) / max(num_tokens, 1)
         return fits, fits_tokens
+
+    def _count_up_to(self, start: int, end: int) -> tuple[int, int]:
+        """Tokens from `start` to `end`, or to an earlier place by which there are too many; and that place."""
+        size = self.probe_chars
+        while start + size < end:
+            num_tokens = self._count(self._text[start : start + size])
+            if num_tokens > self._max_tokens:
+                return num_tokens, start + size
+            size *= 4
+        return self._count(self._text[start:end]), end
 
 
 # --- other people's splitters ----------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def ingest(
             precompute=precompute,
             keep_missing=keep_missing,
             neighbour_kv=settings.neighbour_kv,
+            max_file_mib=settings.max_file_mib,
             embedder=embedder_name(settings),
             progress=progress,
             say=err.print,

@@ -48,6 +48,7 @@ class Settings:
     quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
     kv_dtype: str = "auto"  # how new KV is stored: auto (as computed), int8, fp8
     chunk_size: int | None = None  # tokens of the LLM's own tokenizer; None: the index's own, 512 for a new one
+    max_file_mib: float = 256.0  # ingest: larger files are not read, and are said; 0: no limit
     neighbour_kv: bool = False  # ingest: also keep each chunk's KV as computed behind the chunk before it
     k: int = 6  # chunks retrieved per question
     neighbours: int = 0  # chunks added before and after each hit, from the same document
@@ -73,7 +74,12 @@ class Settings:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
         if self.neighbours < 0:
             raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")
-        for name, meaning in (("memory_gib", "no memory tier"), ("disk_gib", "no limit"), ("quota_gib", "no limit")):
+        for name, meaning in (
+            ("memory_gib", "no memory tier"),
+            ("disk_gib", "no limit"),
+            ("quota_gib", "no limit"),
+            ("max_file_mib", "no limit"),
+        ):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 0 ({meaning}) or more")
         if self.remote_timeout_s <= 0:

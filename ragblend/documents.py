@@ -6,33 +6,40 @@ Tells text from garbage and names the remedy for what it cannot read. Knows noth
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
 import json
 import logging
+import math
+import os
 import re
 import stat
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from html.parser import HTMLParser
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.errors import EmptyCorpusError, NotADocumentError, UnreadableDocumentError
 from ragblend.folders import ReadFailure, Walk, printable, shown, walk
+from ragblend.pages import read_page
 
 logger = logging.getLogger(__name__)
 
-READERS_VERSION = 1
+READERS_VERSION = 2
 """To be raised when a reader below gives another text for the same bytes: files that did not change are read again."""
 
 OUTSIDE = "is a link that leads out of the folder; to have that file read, name it too"
 NO_FILE = "is a link to a file that is not there; restore it, or remove the link"
+MAX_FILE_MIB = 256.0
+"""Of a file that is read, where nobody said otherwise; 0: no limit."""
+
 _PEEK_BYTES = 8192  # enough to tell a picture from a text without reading all of it
 
 
@@ -66,7 +73,7 @@ class Skipped(NamedTuple):
 class FileContents:
     """The documents of one file. `failure` says why some of its records could not be read; they are left out."""
 
-    documents: list[Document]
+    documents: Iterable[Document]
     failure: str = ""
     unread: tuple[str, ...] = ()  # what the sources of these records are, or begin with (and then comes a full stop)
 
@@ -106,7 +113,8 @@ def _documents(found: Walk) -> Iterator[Document | ReadFailure | Skipped]:
     yield from (Skipped(path, OUTSIDE) for path in found.outside)
     for path in found.files:
         try:
-            contents = read_documents(path, read_bytes(path))
+            contents = open_source(path).read()
+            yield from contents.documents
         except FileNotFoundError:  # gone since its folder was listed, or a link to nowhere
             if path in found.named:
                 yield ReadFailure(path, NO_FILE)
@@ -115,25 +123,72 @@ def _documents(found: Walk) -> Iterator[Document | ReadFailure | Skipped]:
         except UnreadableDocumentError as error:
             yield ReadFailure(path, str(error))
         else:
-            yield from contents.documents
             if contents.failure:
                 yield ReadFailure(path, contents.failure)
 
 
-def read_bytes(path: str) -> bytes:
-    """What a file holds at this moment. Raises FileNotFoundError, and what `read_documents` raises."""
+class SourceFile(NamedTuple):
+    """A file as it is at this moment: what its bytes are known by (32 hex digits), and what reads them."""
+
+    digest: str
+    read: Callable[[], FileContents]
+
+
+def open_source(path: str, max_file_mib: float = MAX_FILE_MIB) -> SourceFile:
+    """A file to read, its format told by its name; of JSON lines, no more than one is held at a time.
+
+    Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file beyond `max_file_mib` (0:
+    no limit). `read` raises what `read_documents` does; of JSON lines, what is wrong is known as the documents are
+    asked for, and which were left out behind the last.
+    """
+    if _suffix(path) in _LINES:
+        with _opened(path, max_file_mib) as file:
+            if (head := file.peek(4)) and not _mark(head):
+                digest = hashlib.file_digest(file, _digest).hexdigest()
+                return SourceFile(digest, partial(_streamed, path, digest))
+    data = read_bytes(path, max_file_mib)
+    return SourceFile(_digest(data).hexdigest(), partial(read_documents, path, data))
+
+
+def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
+    """What a file holds at this moment. Raises what `open_source` does."""
+    with _opened(path, max_file_mib) as file:
+        return file.read()
+
+
+def _streamed(path: str, digest: str) -> FileContents:
+    """The documents of JSON lines, one at a time."""
+    _check_name(path)
+    contents = FileContents(())
+    contents.documents = _documents_of(path, _stream_jsonl(path, digest), contents)
+    return contents
+
+
+@contextmanager
+def _opened(path: str, max_file_mib: float) -> Iterator[io.BufferedReader]:
+    """A file to read from its beginning, if it is one that is read here and not too large."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise UnreadableDocumentError("is neither a file nor a folder; give regular files")
         with Path(path).open("rb") as file:
-            data = file.read(_PEEK_BYTES)
-            if not _is_known(path) and b"\0" in data and not _mark(data):
+            head = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
+            if not _is_known(path) and b"\0" in head and not _mark(head):
                 raise NotADocumentError(_BINARY)
-            return data + file.read()
+            size_mib = os.fstat(file.fileno()).st_size / (1 << 20)
+            if max_file_mib and size_mib > max_file_mib:
+                raise UnreadableDocumentError(
+                    f"holds {size_mib:.1f} MiB, more than the setting max_file_mib allows ({max_file_mib:g}); split "
+                    f"it, or raise the limit: RAGBLEND_MAX_FILE_MIB={math.ceil(size_mib)}"
+                )
+            yield file
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UnreadableDocumentError(f"{error.strerror or error}; check its permissions") from error
+
+
+def _digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def read_documents(path: str, data: bytes) -> FileContents:
@@ -142,35 +197,52 @@ def read_documents(path: str, data: bytes) -> FileContents:
     Raises NotADocumentError where there is nothing to read, UnreadableDocumentError with reason and remedy where there
     should be and nothing can be read.
     """
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
+    _check_name(path)
     if not data:
         raise NotADocumentError("is empty (0 bytes)")
+    contents = FileContents(())
     try:
-        found = list(_READERS.get(_suffix(path), _read_text)(data))
+        contents.documents = list(_documents_of(path, _READERS.get(_suffix(path), _read_text)(data), contents))
     except NotADocumentError:
         raise
     except UnreadableDocumentError as error:
         if _is_known(path):
             raise
         raise NotADocumentError(str(error)) from error
-    records = [record for record in found if isinstance(record, Record)]
-    bad = [record for record in found if isinstance(record, BadRecord)]
-    texts = ((record, _sound(record.text)) for record in records)
-    contents = FileContents([Document(text, path + key, extra) for (key, _, extra), text in texts if text.strip()])
+    return contents
+
+
+def _check_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
+
+
+def _documents_of(path: str, found: Found, contents: FileContents) -> Iterator[Document]:
+    """The documents among what was found in a file; `contents` is told what could not be read."""
+    num_found = num_records = num_documents = 0
+    bad: list[BadRecord] = []
+    for record in found:
+        num_found += 1
+        if isinstance(record, BadRecord):
+            bad.append(record)
+            continue
+        num_records += 1
+        text = _sound(record.text)
+        if text.strip():
+            num_documents += 1
+            yield Document(text, path + record.key, record.metadata)
     if bad:
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
-        contents.failure = f"{len(bad)} of {len(found)} records could not be read and are left out: {reasons}"
+        contents.failure = f"{len(bad)} of {num_found} records could not be read and are left out: {reasons}"
         contents.unread = tuple(path + record.key for record in bad)
-        if not records:
-            raise UnreadableDocumentError(f"none of its {len(found)} records can be read: {reasons}")
-    elif not contents.documents:
+        if not num_records:
+            raise UnreadableDocumentError(f"none of its {num_found} records can be read: {reasons}")
+    elif not num_documents:
         if _suffix(path) == ".pdf":
             raise UnreadableDocumentError("holds no text; run OCR on it first")
         raise NotADocumentError("holds no text")
-    return contents
 
 
 def reader_version(path: str) -> str:
@@ -198,9 +270,13 @@ def _is_known(path: str) -> bool:
     return _suffix(path) in _READERS or _suffix(path) in _PLAIN
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def _sound(text: str) -> str:
     """`text` with one kind of line break, and with lone surrogates (JSON can spell them) as U+FFFD: neither hashes."""
-    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if _SURROGATE.search(text):
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -228,6 +304,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its mark begins with that of UTF-16
     (b"\xfe\xff", "utf-16"),
 )
 _MAX_NAMED_LINES = 10  # bad lines of one file that are named one by one
+_SAMPLE_CHARS = 65536
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
@@ -249,11 +326,20 @@ def _decode(data: bytes, declared: str = "") -> str:
         text = data.decode(marked or declared or "utf-8-sig")
     except (UnicodeError, LookupError) as error:
         where = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise UnreadableDocumentError(
-            f"is not {marked or declared or 'UTF-8'} text ({where}); if it is text in another encoding, "
-            "convert it: iconv -f ENCODING -t UTF-8 FILE"
-        ) from error
-    sample = text[:65536]
+        raise UnreadableDocumentError(_not_text(marked or declared or "UTF-8", where)) from error
+    _check_sample(text[:_SAMPLE_CHARS])
+    return text
+
+
+def _not_text(encoding: str, where: str) -> str:
+    return (
+        f"is not {encoding} text ({where}); if it is text in another encoding, "
+        "convert it: iconv -f ENCODING -t UTF-8 FILE"
+    )
+
+
+def _check_sample(sample: str) -> None:
+    """Raise UnreadableDocumentError for what is no text, by how it begins."""
     num_odd = sum(
         unicodedata.category(char) in {"Cc", "Cn", "Co", "Cs"} and char not in "\t\n\r\f\x1b" for char in sample
     )
@@ -262,7 +348,6 @@ def _decode(data: bytes, declared: str = "") -> str:
             f"is no text: {num_odd} of its first {len(sample)} characters are control or unassigned codes; "
             "convert it to text, HTML or PDF first"
         )
-    return text
 
 
 def _read_text(data: bytes) -> Found:
@@ -272,13 +357,16 @@ def _read_text(data: bytes) -> Found:
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 
 
+_MAX_EXTRACTED_CHARS = 2 << 20  # trafilatura takes 3 to 20 s per megabyte, and larger pages are data, not articles
+
+
 def _read_html(data: bytes) -> Found:
     found = None if data.startswith(b"\xef\xbb\xbf") else _CHARSET.search(data[:4096])
     declared = found[1].decode().lower() if found else ""
     # Browsers read "iso-8859-1" as Windows-1252 (WHATWG Encoding Standard), and pages rely on it for quotes and dashes.
     page = _decode(data, "cp1252" if declared in {"iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"} else declared)
-    parsed = _HtmlText(page)
-    extract = _trafilatura_extract()
+    parsed = read_page(page)
+    extract = _trafilatura_extract() if len(page) <= _MAX_EXTRACTED_CHARS else None
     text = extract(page, include_comments=False) if extract else None
     yield Record("", text or parsed.text, {"title": parsed.title} if parsed.title else {})
 
@@ -293,47 +381,6 @@ def _trafilatura_extract() -> Callable[..., str | None] | None:
             logger.warning("trafilatura does not import (%s); pages are read by the simpler parser", error)
         return None
     return extract  # type: ignore[no-any-return]
-
-
-class _HtmlText(HTMLParser):
-    """The visible text of a page, one blank line between blocks; for when trafilatura is missing or finds nothing."""
-
-    _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "title"})
-    _INLINE = re.compile(  # every other element begins a block
-        "a|abbr|b|bdi|bdo|big|cite|code|data|dfn|em|font|i|ins|kbd|label|mark|q|s|samp|small|span|strong|sub|sup"
-        "|time|tt|u|var|wbr"
-    )
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self._open: list[str] = []  # hidden elements we are inside of
-        self._pieces: list[str] = []
-        self._title: list[str] = []
-        self.feed(page)
-        self.close()
-        text = re.sub(r"[^\S\n]+", " ", "".join(self._pieces))
-        self.text = re.sub(r" ?\n ?", "\n", re.sub(r"\s*\n\s*\n\s*", "\n\n", text)).strip()
-        self.title = " ".join("".join(self._title).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in self._HIDDEN:
-            self._open.append(tag)
-        elif tag in {"td", "th"}:
-            self._pieces.append(" ")
-        elif not self._INLINE.fullmatch(tag):
-            self._pieces.append("\n" if tag in {"br", "tr", "li"} else "\n\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:
-            del self._open[self._open.index(tag) :]
-        elif not self._INLINE.fullmatch(tag) and tag not in {"td", "th", "tr", "li"}:
-            self._pieces.append("\n\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._open:
-            self._pieces.append(re.sub(r"\s+", " ", data))
-        elif self._open == ["title"]:
-            self._title.append(data)
 
 
 _TEXT_FIELDS = ("text", "content", "page_content")
@@ -384,8 +431,51 @@ def _read_json(data: bytes) -> Found:
 
 
 def _read_jsonl(data: bytes) -> Found:
+    return _jsonl(_decode(data).split("\n"))  # splitlines() would cut inside strings
+
+
+def _stream_jsonl(path: str, digest: str) -> Found:
+    """`_read_jsonl` of a file without a byte order mark of UTF-16, a line at a time."""
+    with _opened(path, 0) as file:
+        read = _check_utf8(file)
+        if read != digest:
+            raise UnreadableDocumentError("changed while it was read; run the command again")
+        file.seek(0)
+        # Cut at "\n" alone, which in UTF-8 is a part of no other character.
+        yield from _jsonl(line.decode().removesuffix("\n") for line in _without_mark(file))
+
+
+def _without_mark(file: io.BufferedReader) -> Iterator[bytes]:
+    first = file.readline()
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from file
+
+
+def _check_utf8(file: io.BufferedReader) -> str:
+    """Raise what `_decode` does for what a file holds, a piece at a time; its digest."""
+    decoder, digest = codecs.getincrementaldecoder("utf-8")(), _digest()
+    sample, num_bytes = "", 0
+    while True:
+        data = file.read(1 << 20)
+        if b"\0" in data:
+            raise UnreadableDocumentError(_BINARY)
+        num_held = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise UnreadableDocumentError(_not_text("UTF-8", f"byte {num_bytes - num_held + error.start}")) from error
+        digest.update(data)
+        num_bytes += len(data)
+        if len(sample) < _SAMPLE_CHARS:
+            sample += text[:_SAMPLE_CHARS]
+        if not data:
+            _check_sample(sample[:_SAMPLE_CHARS].removeprefix("\ufeff"))
+            return digest.hexdigest()
+
+
+def _jsonl(lines: Iterable[str]) -> Found:
     number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
-    for line_number, line in enumerate(_decode(data).split("\n"), start=1):  # splitlines() would cut inside strings
+    for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -451,11 +541,12 @@ def _read_pdf(data: bytes) -> Found:
     yield Record("", "\n\n".join(pages), {"num_pages": len(pages)})
 
 
+_LINES = frozenset({".jsonl", ".ndjson"})
 _PLAIN = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
 _READERS: dict[str, Callable[[bytes], Found]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
-    **dict.fromkeys((".jsonl", ".ndjson"), _read_jsonl),
+    **dict.fromkeys(_LINES, _read_jsonl),
     ".json": _read_json,
     ".pdf": _read_pdf,
 }

@@ -6,7 +6,6 @@ documents as they are read; deletes no KV (see `forgetting`) and prefills nothin
 
 from __future__ import annotations
 
-import hashlib
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,13 +16,13 @@ from typing import NamedTuple
 
 from ragblend.chunkrows import FileNote
 from ragblend.documents import (
+    MAX_FILE_MIB,
     NO_FILE,
     OUTSIDE,
     Document,
     FileContents,
     Skipped,
-    read_bytes,
-    read_documents,
+    open_source,
     reader_version,
 )
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UnreadableDocumentError, UsageError
@@ -58,14 +57,23 @@ class Followed:
     arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
 
 
-def follow(index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, *, keep_missing: bool = False) -> Followed:
+def follow(
+    index: ChunkIndex,
+    found: Walk,
+    cut: Cut,
+    tell: Progress,
+    *,
+    keep_missing: bool = False,
+    max_file_mib: float = MAX_FILE_MIB,
+) -> Followed:
     """Bring the documents of `found` into the index, and out of it those that are no longer there.
 
     Out go only documents that came from the files and folders of `found`: of files that are gone, are no documents any
     more or are left out by their folder now, and records that have left their file. What `found`'s pattern leaves out
-    stays, and so does what could not be read this time. `keep_missing` takes nothing out.
+    stays, and so does what could not be read this time. `keep_missing` takes nothing out. A file beyond `max_file_mib`
+    (0: no limit) is one that cannot be read.
     """
-    run = _Run(index, found, cut, tell, keep_missing)
+    run = _Run(index, found, cut, tell, keep_missing, max_file_mib)
     for path in found.files:
         run.read(path)
     run.flush()
@@ -79,8 +87,11 @@ def follow(index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, *, keep_mis
 class _Run:
     """One pass over the files: what is known of them, and what waits to be embedded."""
 
-    def __init__(self, index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, keep_missing: bool) -> None:
+    def __init__(
+        self, index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, keep_missing: bool, max_file_mib: float
+    ) -> None:
         self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
+        self._max_file_mib = max_file_mib
         skipped = [Skipped(path, OUTSIDE) for path in found.outside]
         self.result = Followed(failures=list(found.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
@@ -94,13 +105,13 @@ class _Run:
     def read(self, path: str) -> None:
         """One file: nothing to do when its bytes are known."""
         try:
-            data = read_bytes(path)
-            version = self._version(path, data)
+            file = open_source(path, self._max_file_mib)
+            version = self._version(path, file.digest)
             note = self._notes.get(path)
             if note is not None and note.version == version:
                 self._unchanged(note)
             else:
-                self._changed(path, version, read_documents(path, data))
+                self._changed(path, version, file.read())
         except FileNotFoundError:  # gone since its folder was listed, or a link to nowhere
             if path in self.found.named:
                 self.result.failures.append(ReadFailure(path, NO_FILE))
@@ -116,8 +127,7 @@ class _Run:
             self._unread.add(path)
             self.result.failures.append(ReadFailure(path, str(error)))
         self.tell("read", len(self.result.sources), None)
-        if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
-            self.flush()
+        self._flush_if_many()
 
     def _unchanged(self, note: FileNote) -> None:
         sources = list(self._known.get(note.path, ()))
@@ -128,15 +138,21 @@ class _Run:
             self._finished.append((note._replace(top=top), []))
 
     def _changed(self, path: str, version: str, contents: FileContents) -> None:
-        had, waiting = self._known.get(path, {}), []
+        had, sources = self._known.get(path, {}), []
         for document in contents.documents:
-            other = self._made_by.get(document.source, path)
+            source = document.source
+            other = self._made_by.get(source, path)
             if other != path:  # `a.jsonl#1` may be the name of a file too
                 raise UnreadableDocumentError(f"has a document of the same name as {other}; rename one of the files")
+            sources.append(source)
+            self._made_by[source] = path
             wanted = f"{document.content_hash}:{self.cut.version}"
-            if had.get(document.source) != wanted:
-                waiting.append((document, wanted, self.cut.function(document)))
-        sources = [document.source for document in contents.documents]
+            if had.get(source) == wanted:
+                self.result.num_unchanged += 1
+                continue
+            self._waiting.append((document, wanted, self.cut.function(document)))
+            self.result.num_updated += source in had
+            self._flush_if_many()  # a file may hold more documents than memory
         gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
@@ -144,13 +160,13 @@ class _Run:
         is_done = not contents.failure and not (gone and self.keep_missing)
         note = FileNote(path, version if is_done else "", self._top(path))
         self._finished.append((note, [] if self.keep_missing else sorted(gone)))
-        self._waiting += waiting
-        self._made_by.update(dict.fromkeys(sources, path))
         self.result.sources += sources
-        self.result.num_unchanged += len(sources) - len(waiting)
-        self.result.num_updated += sum(document.source in had for document, _, _ in waiting)
         if path not in self._notes:
             self.result.arrived.add(version)
+
+    def _flush_if_many(self) -> None:
+        if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
+            self.flush()
 
     def flush(self) -> None:
         """Embed and index what waits, then note the files that are finished by it. Killed in between, they are read
@@ -200,8 +216,7 @@ class _Run:
         top, note = self.found.files[path], self._notes.get(path)
         return note.top if note is not None and is_in(top, note.top) else top
 
-    def _version(self, path: str, data: bytes) -> str:
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    def _version(self, path: str, digest: str) -> str:
         return f"{digest}:{reader_version(path)}:{self.cut.version}"
 
 

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.chunker import ReadFailure, Splitter, split, version_of
-from ragblend.documents import Skipped
+from ragblend.documents import MAX_FILE_MIB, Skipped
 from ragblend.engine.protocols import Engine
 from ragblend.engine.store import Pins, format_bytes, kv_dtype_of
 from ragblend.errors import (
@@ -86,6 +86,7 @@ def ingest(
     precompute: bool = True,
     neighbour_kv: bool = False,
     keep_missing: bool = False,
+    max_file_mib: float = MAX_FILE_MIB,
     embedder: str | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
@@ -101,9 +102,10 @@ def ingest(
     again, and `say` is told. `neighbour_kv` also keeps each chunk's KV as computed behind the chunk before it: twice
     the prefill and the store, for answers closer to full prefill where retrieval brings both.
 
-    Files that should be text and are not are listed in `report.failures`, others that are no documents in
-    `report.skipped`. Raises EmptyCorpusError when there is nothing to ingest, StoreFullError before prefilling when the
-    forecast does not fit the disk, StoreMismatchError for another model's index or another embedder.
+    Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
+    `report.failures`, others that are no documents in `report.skipped`. Raises EmptyCorpusError when there is nothing
+    to ingest, StoreFullError before prefilling when the forecast does not fit the disk, StoreMismatchError for another
+    model's index or another embedder.
     """
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
@@ -112,7 +114,7 @@ def ingest(
     found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
     opened = index if isinstance(index, ChunkIndex) else open_engine_index(index, engine, embedder, chunk_size)
     cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
-    followed = follow(opened, found, cut, tell, keep_missing=keep_missing)
+    followed = follow(opened, found, cut, tell, keep_missing=keep_missing, max_file_mib=max_file_mib)
     report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
     report.num_updated, report.removed = followed.num_updated, followed.removed
     report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored

@@ -9,21 +9,29 @@ Knows strings and chunks, nothing about tokens, KV or frameworks. Read `recover`
 
 from __future__ import annotations
 
+import logging
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from ragblend.errors import UsageError
 from ragblend.registry import TextIndex
-from ragblend.segments import CHUNK_JOINT, Chunk, Part, any_of
+from ragblend.segments import CHUNK_JOINT, Chunk, Part, any_of, joined_texts
+
+logger = logging.getLogger(__name__)
 
 Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
 
 SHORT_CHARS = 24
 """A text below this may be an everyday word: at the end of a user's turn it is never taken for a chunk."""
+
+
+MAX_MATCHES = 10_000
+"""Known texts that are recognised in one message: more is a table of everyday words, and each costs a place."""
 
 
 class Span(NamedTuple):
@@ -53,6 +61,7 @@ def recover(
     is_stored: Callable[[str], bool] | None = None,
     asks: bool = False,
     framed: bool = False,
+    max_matches: int = MAX_MATCHES,
 ) -> tuple[Part, ...]:
     """Text and chunks of one message, in order; () for one that is blank.
 
@@ -68,6 +77,7 @@ def recover(
     - `asks` (a user's turn): what follows a label such as `Question:` is none; neither is the end of the turn, unless
       it stands there for the first time, ends with no question mark, and has a label with a colon (`Is it so: ...`)
       only if one before had it, too.
+    - `max_matches`: what is known stays text from there on, and a warning says so.
     - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
     >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
@@ -81,7 +91,7 @@ def recover(
         parts = _explicit(parts, segments)
     if registry is not None:
         with registry.searching() as known:
-            parts = _Registered(parts, known, asks, framed).cut()
+            parts = _Registered(parts, known, asks, framed, max_matches).cut()
     if not any(isinstance(part, Chunk) or part.strip() for part in parts):
         return ()
     return tuple(parts)
@@ -104,7 +114,7 @@ def _flatten(content: str | Sequence[Block]) -> list[Part]:
     parts: list[Part] = []
     for block in blocks:
         parts += [block] if isinstance(block, str) else _marked(block)
-    return _joined(parts)
+    return list(joined_texts(parts))
 
 
 def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
@@ -124,17 +134,6 @@ def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
         return [text]
     before, _, after = text.partition(core)
     return [before, Chunk(core, str(extras.get("source", "")), metadata={"chunk_id": chunk_id}), after]
-
-
-def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Neighbouring texts as one, none empty."""
-    merged: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += part
-        elif part if isinstance(part, str) else True:
-            merged.append(part)
-    return merged
 
 
 def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:
@@ -192,51 +191,67 @@ def _separated(parts: Sequence[Part], separator: str, is_chunk: Callable[[str, b
             else:
                 found.append(piece)
             before = piece[-1:] or before
-    return _joined(found)
+    return list(joined_texts(found))
 
 
 def _explicit(parts: Sequence[Part], segments: Sequence[Part]) -> list[Part]:
     """Cut `segments` out of the texts, each as often as it is given: first where it fills whole lines."""
-    given: dict[str, list[Chunk]] = {}
+    given: dict[str, deque[Chunk]] = {}
     for segment in segments:
         chunk = segment if isinstance(segment, Chunk) else Chunk(segment)
         if text := chunk.text.strip():
-            given.setdefault(text, []).append(chunk)
+            given.setdefault(text, deque()).append(chunk)
     if not given:
         return list(parts)
-    texts = ((index, part) for index, part in enumerate(parts) if isinstance(part, str))
-    places = [
-        (not _fills_lines(part, start, end), index, start, start - end, known)
-        for index, part in texts
-        for start, end, known in _places(part, given)
-    ]
-    taken: dict[int, list[Span]] = {}
-    for _, index, start, size, text in sorted(places):
-        spans, end = taken.setdefault(index, []), start - size
-        place = bisect_left(spans, (start,))
-        overlaps = (place and spans[place - 1].end > start) or (place < len(spans) and spans[place].start < end)
-        if given[text] and not overlaps:
-            spans.insert(place, Span(start, end, _handed_over(given[text].pop(0), parts[index], start, end)))
-    return _joined(
-        piece
-        for index, part in enumerate(parts)
-        for piece in (_cut(part, taken.get(index, ())) if isinstance(part, str) else (part,))
-    )
+    search = _Explicit(given)
+    taken: list[list[Span]] = [[] for _ in parts]
+    for whole_lines in (True, False):
+        for index, part in enumerate(parts):
+            if isinstance(part, str):
+                taken[index] = list(search.spans(part, taken[index], whole_lines))
+    pieces = (_cut(part, spans) if isinstance(part, str) else (part,) for part, spans in zip(parts, taken, strict=True))
+    return list(joined_texts(chain.from_iterable(pieces)))
 
 
 _HEAD = 8  # characters of a segment by which its places are looked for
 
 
-def _places(text: str, wanted: Collection[str]) -> Iterator[tuple[int, int, str]]:
-    """Every place (start, end) of each wanted text that does not cut a word, a number or a URL."""
-    known, heads = TextIndex(wanted), any_of(each[:_HEAD] for each in wanted)
-    found = heads.search(text)
-    while found is not None:
-        start = found.start()
-        for each in known.starting_at(text, start):
-            if _may_cut(text, start) and _may_cut(text, start + len(each)):
-                yield start, start + len(each), each
-        found = heads.search(text, start + 1)
+class _Explicit:
+    """Segments that are still to be found. What lies in a text that was taken is not looked at again, and what has been
+    found as often as it was given is no longer looked for."""
+
+    def __init__(self, given: dict[str, deque[Chunk]]) -> None:
+        self._given, self._left = given, sum(map(len, given.values()))
+        self._known, self._heads = TextIndex(given), any_of(each[:_HEAD] for each in given)
+
+    def spans(self, text: str, taken: Sequence[Span], whole_lines: bool) -> Iterator[Span]:
+        """`taken` (ascending, apart), and between them the first places of what is left, the longest at each."""
+        place = 0
+        for span in (*taken, None):
+            end = len(text) if span is None else span.start
+            while self._left and (found := self._heads.search(text, place, end)) is not None:
+                here = self._at(text, found.start(), end, whole_lines)
+                place = found.start() + 1 if here is None else here.end
+                if here is not None:
+                    yield here
+            if span is not None:
+                yield span
+                place = span.end
+
+    def _at(self, text: str, start: int, limit: int, whole_lines: bool) -> Span | None:
+        """The longest segment that is left and stands at `start`, where it ends by `limit` and cuts no word."""
+        if not (_begins_line(text, start) if whole_lines else _may_cut(text, start)):
+            return None
+        for known in self._known.starting_at(text, start):
+            end = start + len(known)
+            if end > limit or not (_LINE_END.match(text, end) if whole_lines else _may_cut(text, end)):
+                continue
+            chunk = self._given[known].popleft()
+            self._left -= 1
+            if not self._given[known]:
+                self._known.discard(known)
+            return Span(start, end, _handed_over(chunk, text, start, end))
+        return None
 
 
 # --- where a chunk may begin and end ---
@@ -245,7 +260,9 @@ def _places(text: str, wanted: Collection[str]) -> Iterator[tuple[int, int, str]
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff]|[\U00020000-\U0003ffff]"
 )
-_URL = re.compile(r"""(?:\b[A-Za-z][A-Za-z0-9+.-]*://|\bwww\.)[^\s<>"]*""")
+_UNBROKEN = re.compile(r"""[^\s<>"]*""")
+_WWW = re.compile(r"\bwww\.")
+_SCHEME, _LETTER = re.compile(r"[A-Za-z0-9+.-]*"), re.compile(r"\b[A-Za-z]")
 _RUN = 2048  # characters of an unbroken run that are looked at for a URL, on either side
 
 
@@ -263,20 +280,46 @@ def _may_cut(text: str, place: int) -> bool:
     around = text[max(0, place - 2) : place + 2]
     if re.search(r"\d[.,:'’/]\d", around):  # place is next to the mark, so a digit beyond it belongs to the number
         return False
+    return not _in_url(text, place)
+
+
+def _in_url(text: str, place: int) -> bool:
+    """Whether a URL begins before `place` and goes on behind it."""
     start = max(0, place - _RUN)
-    run = text[start : place + _RUN]
-    return not any(url.start() < place - start < url.end() for url in _URL.finditer(run))
+    window = text[start : place + _RUN]
+    if "://" not in window and "www." not in window:
+        return False
+    # A URL ends where a run of unbroken characters does, so the first that begins in the run around `place` decides.
+    before, behind = _UNBROKEN.match(text[start:place][::-1]), _UNBROKEN.match(text, place, place + _RUN)
+    assert before is not None
+    assert behind is not None
+    run = text[place - before.end() : behind.end()]
+    return behind.end() > place and min(_url_starts(run), default=len(run)) < before.end()
+
+
+def _url_starts(run: str) -> Iterator[int]:
+    """Where in an unbroken run the first URL with a scheme begins, and the first without."""
+    bare = _WWW.search(run)
+    if bare is not None:
+        yield bare.start()
+    behind, mark = 0, run.find("://")
+    while mark >= 0:
+        scheme = _SCHEME.match(run[behind:mark][::-1])
+        assert scheme is not None
+        letter = _LETTER.search(run, mark - scheme.end(), mark)
+        if letter is not None:
+            yield letter.start()
+            return
+        behind, mark = mark + 1, run.find("://", mark + 1)
 
 
 def _is_letter(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def _fills_lines(text: str, start: int, end: int) -> bool:
-    """Whether nothing but blanks stands before `start` and behind `end` on their lines."""
-    return (
-        _LINE_START.search(text[max(0, start - _INDENT) : start]) is not None and _LINE_END.match(text, end) is not None
-    )
+def _begins_line(text: str, start: int) -> bool:
+    """Whether nothing but blanks stands before `start` on its line."""
+    return _LINE_START.search(text[max(0, start - _INDENT) : start]) is not None
 
 
 _INDENT = 256  # blanks before a text that still fills its line
@@ -311,7 +354,9 @@ _QUESTION_MARKS = ("?", "？", "؟", ";")
 class _Registered:
     """One search for known texts: a line after the other, each place once."""
 
-    def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool) -> None:
+    def __init__(self, parts: Sequence[Part], known: TextIndex, asks: bool, framed: bool, max_matches: int) -> None:
+        self._left = max_matches
+        self._max_matches = max_matches
         self._parts, self._known, self._asks, self._framed = parts, known, asks, framed
         self._seen = {part.text for part in parts if isinstance(part, Chunk)}
         self._labels: set[str] = set()  # those that known texts stood behind, without their numbers
@@ -326,7 +371,7 @@ class _Registered:
                 found += _cut(part, self._spans(part, at_line, ends_turn))
             else:
                 found.append(part)
-        return _joined(found)
+        return list(joined_texts(found))
 
     def _spans(self, text: str, at_line: bool, ends_turn: bool) -> Iterator[Span]:
         """Known texts in `text`, which begins a line or goes on with one."""
@@ -335,6 +380,15 @@ class _Registered:
             chain = self._on_line(text, line)
             if chain and ends_turn and _NOTHING.match(text, chain[-1][1]) and not self._may_end(text, line, chain):
                 chain = ()
+            if len(chain) > self._left:
+                logger.warning(
+                    "more than %d ingested texts stand in one message; what follows them is read as text. To have more "
+                    "of them reused, raise max_matches",
+                    self._max_matches,
+                )
+                self._left = 0
+                return
+            self._left -= len(chain)
             if chain:
                 self._labels.add(_label(text, line, chain[0][0]))
             for start, end in chain:

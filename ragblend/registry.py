@@ -12,6 +12,7 @@ import os
 import sqlite3
 import threading
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,22 +43,25 @@ class TextIndex:
         self._by_anchor: dict[str, _SameAnchor] = {}
         self._short: set[str] = set()
         self._short_lengths: list[int] = []  # longest first
+        self._num_short = Counter[int]()  # by length
         for text in texts:
             self.add(text)
 
     def add(self, text: str) -> None:
         """Know a stripped, non-empty text; twice is once."""
         if len(text) < ANCHOR_CHARS:
-            self._short.add(text)
-            self._note_lengths()
+            if text not in self._short:
+                self._short.add(text)
+                self._note_length(len(text), 1)
         else:
             self._by_anchor.setdefault(text[:ANCHOR_CHARS], _SameAnchor()).add(text)
 
     def discard(self, text: str) -> None:
         """Forget a text, if it is known."""
         if len(text) < ANCHOR_CHARS:
-            self._short.discard(text)
-            self._note_lengths()
+            if text in self._short:
+                self._short.discard(text)
+                self._note_length(len(text), -1)
             return
         group = self._by_anchor.get(text[:ANCHOR_CHARS])
         if group is not None:
@@ -80,8 +84,9 @@ class TextIndex:
             if len(candidate) == length and candidate in self._short:
                 yield candidate
 
-    def _note_lengths(self) -> None:
-        self._short_lengths = sorted({len(short) for short in self._short}, reverse=True)
+    def _note_length(self, length: int, change: int) -> None:
+        self._num_short[length] += change
+        self._short_lengths = sorted(+self._num_short, reverse=True)
 
 
 class _SameAnchor:

@@ -146,14 +146,20 @@ class SegmentedPrompt:
 
 def _without_found(parts: Iterable[Part]) -> tuple[Part, ...]:
     """`parts` with chunks found in text as text, neighbouring texts as one."""
-    texts = (part.text if isinstance(part, Chunk) and part.in_text else part for part in parts)
-    merged: list[Part] = []
-    for part in texts:
-        if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += part
-        else:
-            merged.append(part)
-    return tuple(merged)
+    return tuple(joined_texts(part.text if isinstance(part, Chunk) and part.in_text else part for part in parts))
+
+
+def joined_texts(parts: Iterable[Part]) -> Iterator[Part]:
+    """`parts` with neighbouring texts as one, none empty.
+
+    >>> list(joined_texts(["a", "", "b", Chunk("c"), ""]))[0]
+    'ab'
+    """
+    for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            yield from run
+        elif text := "".join(map(str, run)):
+            yield text
 
 
 def _as_chunk(part: Part) -> Chunk:
@@ -358,17 +364,19 @@ class ChatTemplateFormat(PlainFormat):
             )
         except Exception as error:  # templates raise jinja2 errors of many kinds
             raise UsageError(f"the model's chat template refuses the turns {list(roles)}: {error}") from error
-        literals, rest = [], str(text)
-        for slot in slots:
-            before, found, rest = rest.partition(slot)
-            if not found or slot in rest:
-                raise UsageError(
-                    f"the model's chat template drops, repeats or reorders turn {slots.index(slot)} of {list(roles)}; "
-                    "put everything into one user message, or use SegmentedPrompt.from_parts"
-                )
-            literals.append(before)
-        return [*literals, rest]
+        written = _SLOT.split(str(text))  # a literal, a slot, a literal, ...
+        found = written[1::2]
+        if found != slots:
+            pairs = zip(slots, [*found, *[""] * len(slots)], strict=False)
+            wrong = next((turn for turn, (slot, name) in enumerate(pairs) if slot != name), len(slots))
+            raise UsageError(
+                f"the model's chat template drops, repeats or reorders turn {min(wrong, len(slots) - 1)} of "
+                f"{list(roles)}; put everything into one user message, or use SegmentedPrompt.from_parts"
+            )
+        return written[::2]
 
+
+_SLOT = re.compile(r"(RAGBLENDSLOT\d+END)")
 
 # In front of a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the
 # clock is written in the template's own language, a replacement for each of strftime's directives.
@@ -429,10 +437,11 @@ class DeclaredFormat:
             texts = [index for index, part in enumerate(message.parts) if isinstance(part, str) and lead(part)]
             # A system text's frame opens the turn; that of a question stands behind the chunks, where it was trained.
             framed = texts and (texts[0] if message.role == "system" else texts[-1])
+            is_text = frozenset(texts)
             for index, part in enumerate(message.parts):
                 if isinstance(part, Chunk):
                     yield part
-                elif index in texts:
+                elif index in is_text:
                     yield Piece(before if index == framed else "", trusted=True)
                     yield Piece(lead(part), trusted=False)
                     yield Piece(after if index == framed else "", trusted=True)
@@ -509,15 +518,15 @@ class Segmenter:
         return prompt if prompt.sent is None else self.tokenize(prompt.sent)
 
     def _segments(self, pieces: Iterable[Piece | Chunk]) -> tuple[Segment, ...]:
-        runs: list[tuple[Chunk | None, tuple[int, ...]]] = []
+        runs: list[tuple[Chunk | None, list[int]]] = []
         begun = False  # whether text stands before the piece: some tokenizers put a space before the first of a prompt
         for piece in _merged(pieces):
             if isinstance(piece, Chunk):
-                runs.append((piece, self.chunk_ids(piece)))
+                runs.append((piece, list(self.chunk_ids(piece))))
             elif runs and runs[-1][0] is None:
-                runs[-1] = (None, runs[-1][1] + self._ids(piece, begun))
+                runs[-1][1].extend(self._ids(piece, begun))
             else:
-                runs.append((None, self._ids(piece, begun)))
+                runs.append((None, list(self._ids(piece, begun))))
             begun = begun or isinstance(piece, Chunk) or not self._is_control(piece)
         runs = [(chunk, ids) for chunk, ids in runs if ids]
         chunk_places = [index for index, (chunk, _) in enumerate(runs) if chunk is not None]
@@ -529,7 +538,7 @@ class Segmenter:
             elif chunk is None and index == 0:
                 kind = "prefix"
             lead, tail = self.chunk_frame(chunk) if chunk is not None else (0, 0)
-            segments.append(Segment(kind, ids, position, chunk, lead, tail))
+            segments.append(Segment(kind, tuple(ids), position, chunk, lead, tail))
             position += len(ids)
         return tuple(segments)
 
@@ -692,19 +701,12 @@ def _is_markup(text: str) -> bool:
 
 def _merged(pieces: Iterable[Piece | Chunk]) -> Iterator[Piece | Chunk]:
     """`pieces` with neighbouring texts from outside as one: a tokenizer reads them as they were sent, in one go."""
-    waiting = ""
-    for piece in pieces:
-        if isinstance(piece, Piece) and not piece.text:
-            continue
-        if isinstance(piece, Piece) and not piece.trusted:
-            waiting += piece.text
-            continue
-        if waiting:
-            yield Piece(waiting, trusted=False)
-            waiting = ""
-        yield piece
-    if waiting:
-        yield Piece(waiting, trusted=False)
+    written = (piece for piece in pieces if isinstance(piece, Chunk) or piece.text)
+    for is_outside, run in itertools.groupby(written, lambda piece: isinstance(piece, Piece) and not piece.trusted):
+        if is_outside:
+            yield Piece("".join(piece.text for piece in run), trusted=False)
+        else:
+            yield from run
 
 
 def _without_lead(tokenizer: Any) -> Tokenizer | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ragblend import Chunk, following, load_engine
+from ragblend import Chunk, documents, following, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.embedders import HashingEmbedder, embedder_version
 from ragblend.engine.disk import DiskStore
@@ -122,7 +122,7 @@ def test_from_another_folder_it_is_the_same_document(corpus, monkeypatch):
 def test_a_file_that_did_not_change_is_not_even_parsed(corpus, monkeypatch):
     corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
     corpus.ingest()
-    monkeypatch.setattr("ragblend.following.read_documents", lambda path, data: pytest.fail(f"parsed {path}"))
+    monkeypatch.setattr("ragblend.documents.read_documents", lambda path, data: pytest.fail(f"parsed {path}"))
     report = corpus.ingest()
     assert (report.num_documents, report.num_unchanged, report.num_chunks, report.num_known_kv) == (3, 3, 3, 3)
 
@@ -440,14 +440,14 @@ def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_
 def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
-    original = following.read_bytes
+    original = documents.read_bytes
 
-    def read(path: str) -> bytes:
+    def read(path: str, *limit: float) -> bytes:
         if path.endswith("a.txt"):
             Path(path).unlink()
-        return original(path)
+        return original(path, *limit)
 
-    monkeypatch.setattr(following, "read_bytes", read)
+    monkeypatch.setattr(documents, "read_bytes", read)
     report = corpus.ingest()
     assert (report.failures, report.removed) == ([], [f"{corpus.docs}/a.txt"])
     assert corpus.texts() == {KERN}
@@ -455,15 +455,15 @@ def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, mo
 
 def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus, monkeypatch):
     corpus.write(a_txt=FOX)
-    original = following.read_bytes
+    original = documents.read_bytes
 
-    def read(path: str) -> bytes:
-        data = original(path)
+    def read(path: str, *limit: float) -> bytes:
+        data = original(path, *limit)
         Path(path).write_text(KERN)
         return data
 
     with monkeypatch.context() as written:
-        written.setattr(following, "read_bytes", read)
+        written.setattr(documents, "read_bytes", read)
         corpus.ingest()
     corpus.ingest()
     assert corpus.texts() == {KERN}

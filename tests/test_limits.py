@@ -1,0 +1,533 @@
+"""Texts of any shape: what is looked at grows with the text, limits are said, and ordinary text is read as it was.
+
+The tests count what is looked at (characters counted, searched, copied, held), so that none depends on the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import tracemalloc
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+import ragblend.demo
+from ragblend import Chunk
+from ragblend import recovery as recovery_module
+from ragblend.chunker import Document, split
+from ragblend.config import Settings, load_settings
+from ragblend.documents import open_source, read_documents
+from ragblend.errors import UnreadableDocumentError, UsageError
+from ragblend.folders import walk
+from ragblend.following import Cut, follow
+from ragblend.index import open_index
+from ragblend.pages import read_page
+from ragblend.recovery import _may_cut, recover
+from ragblend.registry import ChunkRegistry, TextIndex
+from ragblend.segments import SegmentedPrompt, Segmenter, prompt_format
+
+ROOT = Path(__file__).parents[1]
+
+
+def by_four(text: str) -> int:
+    """Like a tokenizer without merges: four characters a token."""
+    return (len(text) + 3) // 4
+
+
+# --- cutting ---
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 200_000, "data:;base64," + "QUJD" * 50_000, "今日は天気が" * 30_000, "。" * 200_000]
+)
+def test_a_long_word_is_counted_a_few_times_and_not_once_per_chunk(text: str) -> None:
+    looked_at = 0
+
+    def count(piece: str) -> int:
+        nonlocal looked_at
+        looked_at += len(piece)
+        return by_four(piece)
+
+    chunks = split(Document(text), count, 512)
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert looked_at < 4 * len(text)
+
+
+def test_a_word_behind_words_and_words_behind_a_word_are_counted_a_few_times() -> None:
+    looked_at = 0
+
+    def count(piece: str) -> int:
+        nonlocal looked_at
+        looked_at += len(piece)
+        return by_four(piece)
+
+    text = ("see the picture: " + "x" * 30_000 + " and the next one ") * 20
+    split(Document(text), count, 128)
+    assert looked_at < 6 * len(text)
+
+
+def test_short_words_cost_a_few_bytes_each_and_not_sixty() -> None:
+    text = "a b " * 60_000
+    tracemalloc.start()
+    try:
+        split(Document(text), by_four, 512)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 9 * len(text)  # the chunks are two of them
+
+
+def _plain_reach(
+    text: str, count: Callable[[str], int], max_tokens: int, start: int, ends: Any, first: int, guess: list[float]
+) -> tuple[int, int]:
+    """How far a chunk reaches, as it was found when whatever was asked for was counted whole."""
+    fits, fits_tokens, exceeds, guesses = first - 1, 0, len(ends), 0
+    while exceeds - fits > 1 and (fits < first or fits_tokens < max_tokens - max_tokens // 32):
+        target = start + round(max_tokens * guess[0])
+        index = max((i for i in range(first, len(ends)) if ends[i] <= target), default=first - 1)
+        index = index if guesses < 6 else (fits + exceeds) // 2
+        index = min(max(index, fits + 1), exceeds - 1)
+        num_tokens = count(text[start : ends[index]])
+        guesses += 1
+        if num_tokens > max_tokens:
+            exceeds = index
+        else:
+            fits, fits_tokens = index, num_tokens
+        guess[0] = (ends[index] - start) / max(num_tokens, 1)
+    return fits, fits_tokens
+
+
+def plain_split(text: str, count: Callable[[str], int], max_tokens: int) -> list[tuple[int, int]]:
+    """Chunks' places the plain way: every word in a list, everything counted whole."""
+    from ragblend.chunker import _WORD, _strength
+
+    words = [match.span() for match in _WORD.finditer(text)]
+    starts, ends = [start for start, _ in words], [end for _, end in words]
+    strengths = [_strength(text, start, end, after) for (start, end), after in zip(words, starts[1:], strict=False)]
+    found, first, guess = [], 0, [4.0]
+    while first < len(words):
+        start = starts[first]
+        last, _ = _plain_reach(text, count, max_tokens, start, ends, first, guess)
+        if last < first:
+            letters = range(start + 1, ends[first] + 1)
+            end = letters[_plain_reach(text, count, max_tokens, start, letters, 0, guess)[0]]
+            starts[first] = end
+            first += end == ends[first]
+        else:
+            if last + 1 < len(words):
+                middle = (start + ends[last]) // 2
+                candidates = [word for word in range(first, last) if ends[word] > middle] + [last]
+                cut = max(candidates, key=lambda word: (strengths[word], word))
+                last = cut if count(text[start : ends[cut]]) <= max_tokens else last
+            end, first = ends[last], last + 1
+        found.append((start, end))
+    return found
+
+
+_ORDINARY = st.lists(
+    st.sampled_from(
+        ["cat", "a", "Extraordinarily", "3.14", "dr.", "end.", "why?", "\n", "\n\n", "\t", "日本語。", "née", "x" * 70]
+    ),
+    max_size=120,
+).map(" ".join)
+
+
+def by_pieces(text: str) -> int:
+    """Like a subword tokenizer: words in pieces of four characters, marks alone."""
+    return sum(-(-len(word) // 4) for word in re.findall(r"\w+|[^\w\s]", text))
+
+
+@settings(max_examples=60)
+@given(text=_ORDINARY, max_tokens=st.sampled_from([1, 5, 8, 33, 100]))
+@pytest.mark.parametrize("count", [by_four, by_pieces])
+def test_ordinary_text_is_cut_where_the_plain_way_cuts_it(
+    count: Callable[[str], int], text: str, max_tokens: int
+) -> None:
+    chunks = split(Document(text), count, max_tokens)
+    assert [(chunk.start, chunk.end) for chunk in chunks] == plain_split(text, count, max_tokens)
+
+
+def demo_segmenter() -> Segmenter:
+    folder = Path(ragblend.demo.__file__).parent / "weights"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Segmenter(tokenizer, prompt_format(tokenizer, folder))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_chunks", "digest"),
+    [(48, 285, "20bbdd6f1915fb0c9919a070e566724f"), (512, 27, "89ead143c0b912c1632c39ad5870c171")],
+)
+def test_boundaries_and_ids_of_the_texts_in_this_repository_are_what_they_were(
+    max_tokens: int, num_chunks: int, digest: str
+) -> None:
+    """The keys of existing stores are made of them."""
+    segmenter, found, count = demo_segmenter(), hashlib.sha256(), 0
+    for path in [*sorted((ROOT / "data" / "demo-corpus").glob("*.md")), ROOT / "LICENSE"]:
+        for chunk in split(Document(path.read_text()), segmenter.count_tokens, max_tokens):
+            found.update(repr((path.name, chunk.start, chunk.end, segmenter.chunk_ids(chunk))).encode())
+            count += 1
+    assert (count, found.hexdigest()[:32]) == (num_chunks, digest)
+
+
+# --- pages ---
+
+
+class _PlainPage(HTMLParser):
+    """The tags and texts of a page as the standard library's parser tells them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[object] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, True, False))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, True, True))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.found.append((tag, False, True))
+
+    def handle_data(self, data: str) -> None:
+        self.found.append(data)
+
+
+_MARKUP = (
+    "<p>|</p>|<b>|<br/>|<TD>|a| |&amp;|&lt|<!-- c -->|<!DOCTYPE html>|<?php x?>|<script></script>|<style></style>"
+    "|<title>t</title>|<a href='x>y'>|<a href=\"q\" b>|<img src=x />|<svg>|</svg>|1 < 2|</ul>"
+    "|<x-y:z>|<input value='<b>'>"
+)
+
+
+@given(page=st.lists(st.sampled_from(_MARKUP.split("|")), max_size=25).map("".join))
+def test_ordinary_pages_have_the_tags_and_texts_that_the_standard_library_finds(page: str) -> None:
+    from ragblend.pages import _items
+
+    def joined(items: Iterable[Any]) -> list[object]:
+        found: list[object] = []
+        for item in items:
+            if isinstance(item, str) and found and isinstance(found[-1], str):
+                found[-1] += item
+            elif item:
+                found.append(item)
+        return found
+
+    found = (item if isinstance(item, str) else tuple(item) for item in _items(page))
+    assert joined(found) == joined(_PlainPage(page).found)
+
+
+def test_a_page_shows_its_text_and_a_title() -> None:
+    page = "<html><head><title>A  B</title><style>x</style></head><body><h1>C</h1>d<br>e <b>f</b><table><tr><td>g<td>h"
+    assert read_page(page) == ("C\n\nd\ne f\n\ng h", "A B")
+    assert read_page("a &#" + "1" * 5000 + "; b").text.startswith("a &#111")
+
+
+class _Counted(str):
+    """A page that counts the characters its searches look at."""
+
+    looked_at = 0
+
+    def find(self, mark: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        found = super().find(mark, start)
+        _Counted.looked_at += (len(self) if found < 0 else found) - start
+        return found
+
+
+@pytest.mark.parametrize(
+    "piece", ["<a ", "<a", "</a ", "<!-- >", "<![CDATA[ >", "<? ", "<a x='", "<a x='>", "<script></", "<", "<svg></x>"]
+)
+def test_marks_that_do_not_end_are_not_looked_for_again(piece: str) -> None:
+    _Counted.looked_at = 0
+    page = _Counted(piece * 3000)
+    read_page(page)
+    assert _Counted.looked_at <= 8 * len(page)
+
+
+def test_tags_with_open_quotes_read_the_rest_of_a_page_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = 0
+
+    class Counting:
+        def match(self, page: str, place: int) -> re.Match[str] | None:
+            nonlocal looked_at
+            found = attributes.match(page, place)
+            looked_at += (len(page) if found is None else found.end()) - place
+            return found
+
+    attributes = ragblend.pages._ATTRIBUTES
+    monkeypatch.setattr("ragblend.pages._ATTRIBUTES", Counting())
+    page = "<x y='<a z=\"" * 3000 + ">"
+    assert "<x y=" in page
+    read_page(page)
+    assert looked_at < 40 * len(page)
+
+
+# --- segments ---
+
+
+def test_sixteen_hundred_segments_are_compared_a_few_thousand_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = 0
+    known_at = TextIndex.starting_at
+
+    def starting_at(self: TextIndex, text: str, place: int) -> Iterable[str]:
+        nonlocal tried
+        for known in known_at(self, text, place):
+            tried += 1
+            yield known
+
+    monkeypatch.setattr(TextIndex, "starting_at", starting_at)
+    nested = ["x " * length for length in range(1, 1601)]
+    assert [part.text for part in recover("x " * 1600, segments=nested) if isinstance(part, Chunk)] == [nested[-1][:-1]]
+    same = ["again and again"] * 1600
+    assert sum(isinstance(part, Chunk) for part in recover("\n\n".join(same), segments=same)) == 1600
+    dots = ["." * length for length in range(1, 60)]  # most of them were found where they are met again
+    assert sum(isinstance(part, Chunk) for part in recover("." * 1600, segments=dots)) >= 30
+    assert tried < 8000
+
+
+def _plain_explicit(text: str, segments: list[str]) -> list[tuple[int, int]]:
+    """Places of segments the plain way: all places, in the order in which they count."""
+    wanted = {segment.strip(): 0 for segment in segments if segment.strip()}
+    for segment in segments:
+        if segment.strip():
+            wanted[segment.strip()] += 1
+    places = []
+    for known in wanted:
+        for start in range(len(text)):
+            end = start + len(known)
+            if text.startswith(known, start) and _may_cut(text, start) and _may_cut(text, end):
+                before, behind = text[:start].rpartition("\n")[2], text[end:].partition("\n")[0]
+                places.append((bool(before.strip(" \t") or behind.strip(" \t\r")), start, -len(known), known))
+    taken: list[tuple[int, int]] = []
+    for _, start, size, known in sorted(places):
+        end = start - size
+        if wanted[known] and not any(a < end and start < b for a, b in taken):
+            wanted[known] -= 1
+            taken.append((start, end))
+    return sorted(taken)
+
+
+_BITS = st.sampled_from(["a", "b", "a b", "x", "\n", " ", "\n\n", ".", "x y z", "今日", "1", ",", "yes"])
+
+
+@given(
+    text=st.lists(_BITS, max_size=25).map("".join),
+    segments=st.lists(st.lists(_BITS, min_size=1, max_size=3).map("".join), min_size=1, max_size=7),
+)
+def test_segments_are_found_where_the_plain_way_finds_them(text: str, segments: list[str]) -> None:
+    places, place = [], 0
+    for part in recover(text, segments=segments):
+        size = len(part.text if isinstance(part, Chunk) else part)
+        if isinstance(part, Chunk):
+            places.append((place, place + size))
+        place += size
+    assert places == _plain_explicit(text, segments) or not text.strip()
+
+
+_URL = re.compile(r"""(?:\b[A-Za-z][A-Za-z0-9+.-]*://|\bwww\.)[^\s<>"]*""")
+_URL_BITS = ["a", "www.", "http", "://", "x1", ".", "-", "+", " ", "<", '"', "1", "é", "_", "http://a.b", "1://"]
+
+
+@given(text=st.lists(st.sampled_from(_URL_BITS), max_size=12).map("".join))
+def test_a_place_is_inside_a_url_where_a_pattern_for_urls_says_so(text: str) -> None:
+    for place in range(1, len(text)):
+        plain = any(found.start() < place < found.end() for found in _URL.finditer(text))
+        assert recovery_module._in_url(text, place) == plain
+
+
+# --- prompts of very many parts ---
+
+
+def test_a_prompt_of_many_recognised_texts_is_put_together_once() -> None:
+    copied = 0
+
+    class Counted(str):
+        def __radd__(self, before: str) -> str:
+            nonlocal copied
+            copied += len(before)
+            return before + str(self)
+
+    texts = [Counted(f"text {number}\n") for number in range(2000)]
+    parts = [part for text in texts for part in (Chunk(text, in_text=True), text)]
+    prompt = SegmentedPrompt.from_messages([("user", parts)])
+    (sent,) = prompt.unrecognised().messages
+    assert sent.parts == ("".join(text * 2 for text in texts),)
+    assert [part for part in recover(texts) if part] == ["".join(texts)]
+    assert copied < 2 * len(sent.parts[0])
+
+
+# --- limits ---
+
+
+def test_a_message_full_of_known_words_is_recognised_up_to_the_limit_and_says_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = ChunkRegistry()
+    registry.add(["yes"])
+    text = "yes\n" * 30_000
+    with caplog.at_level(logging.WARNING):
+        parts = recover(text, registry=registry)
+    assert sum(isinstance(part, Chunk) for part in parts) == 10_000
+    assert "".join(part.text if isinstance(part, Chunk) else part for part in parts) == text
+    assert "more than 10000 ingested texts" in caplog.text
+    assert "raise max_matches" in caplog.text
+    caplog.clear()
+    assert sum(isinstance(part, Chunk) for part in recover(text[:400], registry=registry, max_matches=100)) == 100
+    assert not caplog.text
+
+
+def test_a_hundred_thousand_texts_with_one_head_cost_a_place_a_few_comparisons() -> None:
+    head = "This head is shared by all of the chunks that were registered. "
+    registry = ChunkRegistry()
+    registry.add(f"{head}{number}" for number in range(100_000))
+    compared = 0
+
+    class Prompt(str):
+        def startswith(self, *args: Any) -> bool:  # type: ignore[override]
+            nonlocal compared
+            compared += 1
+            return super().startswith(*args)
+
+    text = Prompt((head + "\n") * 300)
+    with registry.searching() as known:
+        assert [found for place in range(0, len(text), len(head) + 1) for found in known.starting_at(text, place)] == []
+    assert compared <= 600
+
+
+def test_short_texts_are_added_without_looking_at_all_others() -> None:
+    looked_at = 0
+
+    class Short(str):
+        def __len__(self) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__len__()
+
+    TextIndex(Short(number) for number in range(3000))
+    assert looked_at < 30_000
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.html", "a.log"])
+def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "The ferry leaves at nine."}\n' * 40_000)
+    with pytest.raises(UnreadableDocumentError, match=r"1\.4 MiB, more than the setting max_file_mib allows \(1\)"):
+        open_source(str(path), 1)
+    with pytest.raises(UnreadableDocumentError, match="RAGBLEND_MAX_FILE_MIB=2"):
+        open_source(str(path), 1)
+    assert open_source(str(path), 2).digest == open_source(str(path), 0).digest
+
+
+def test_the_limit_on_files_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGBLEND_MAX_FILE_MIB", "8")
+    assert load_settings(directory=tmp_path).max_file_mib == 8
+    with pytest.raises(UsageError, match="max_file_mib is -1"):
+        Settings(max_file_mib=-1)
+
+
+def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_text("word " * 300_000)
+    (tmp_path / "small.txt").write_text("The mill stands by the river.")
+    with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
+        cut = Cut(lambda document: split(document, by_four), "v")
+        followed = follow(index, walk([tmp_path], own=[tmp_path / "index"]), cut, lambda *_: None, max_file_mib=1)
+    assert [Path(source).name for source in followed.sources] == ["small.txt"]
+    assert ["max_file_mib" in failure.reason for failure in followed.failures] == [True]
+
+
+# --- JSON lines, one at a time ---
+
+
+def _lines(path: Path, num_lines: int) -> Path:
+    with path.open("w") as file:
+        for number in range(num_lines):
+            file.write(json.dumps({"text": f"Record {number}. " + "The mill stands by the river. " * 30}) + "\n")
+    return path
+
+
+def _peak_of_reading(path: Path) -> int:
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in open_source(str(path)).read().documents) > 0
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_reading_json_lines_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    small, large = _lines(tmp_path / "small.jsonl", 4000), _lines(tmp_path / "large.jsonl", 12_000)
+    assert _peak_of_reading(large) < 1.2 * _peak_of_reading(small)
+
+
+def test_documents_of_json_lines_are_indexed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, most = _lines(tmp_path / "a.jsonl", 400), 0
+    with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
+        embed = index.embed
+
+        def counted(texts: Any) -> Any:
+            nonlocal most
+            most = max(most, len(texts))
+            return embed(texts)
+
+        monkeypatch.setattr(index, "embed", counted)
+        cut = Cut(lambda document: split(document, by_four), "v")
+        followed = follow(index, walk([path]), cut, lambda *_: None)
+        assert (len(followed.sources), index.num_documents) == (400, 400)
+        assert most <= 80
+        assert follow(index, walk([path]), cut, lambda *_: None).num_unchanged == 400
+
+
+_JSON_LINES = st.lists(
+    st.sampled_from(
+        ['"a"', '{"text": "b", "n": 1}', "", "  ", "{", '{"x": 1}', '{"ctxs": ["c", "d"]}', '"\\ud800"', "é\r"]
+    ),
+    max_size=12,
+)
+
+
+@given(lines=_JSON_LINES, mark=st.sampled_from(["", "\ufeff"]), ended=st.booleans())
+def test_streamed_json_lines_are_read_as_those_in_memory(
+    lines: list[str], mark: str, ended: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes((mark + "\n".join(lines) + "\n" * ended).encode())
+
+    def outcome(read: Callable[[], Any]) -> Any:
+        try:
+            contents = read()
+            return list(contents.documents), contents.failure, contents.unread
+        except UnreadableDocumentError as error:
+            return type(error), str(error)
+
+    assert outcome(lambda: open_source(str(path)).read()) == outcome(
+        lambda: read_documents(str(path), path.read_bytes())
+    )
+
+
+@pytest.mark.parametrize("data", [b'"a"\n"caf\xe9"\n', b'"a"\n\0\n', b'"' + b"\x01" * 900 + b'"\n', b'"\xc3'])
+def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(UnreadableDocumentError) as plain:
+        read_documents(str(path), data)
+    with pytest.raises(UnreadableDocumentError) as streamed:
+        next(iter(open_source(str(path)).read().documents))
+    assert str(streamed.value) == str(plain.value)
+
+
+def test_json_lines_that_change_while_they_are_read_are_not_half_believed(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", 3)
+    opened = open_source(str(path))
+    _lines(path, 2)
+    with pytest.raises(UnreadableDocumentError, match="changed while it was read"):
+        list(opened.read().documents)
