@@ -39,7 +39,7 @@ from ragblend.bench.quality_runs import (
 )
 from ragblend.bench.quality_tables import stories_table
 from ragblend.bench.retrieval_quality import CorpusConfig, bench_corpus
-from ragblend.demo.evaluate import Setting
+from ragblend.demo.cases import Setting
 from ragblend.demo.questions import KINDS
 from ragblend.engine import load_engine
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule

@@ -354,8 +354,8 @@ def table_lines(result: TtftResult) -> list[str]:
 def bench_ttft(
     shape: str | None,
     model: str | None,
-    chunks: int | Sequence[int],
-    chunk_tokens: int | Sequence[int],
+    chunks: int,
+    chunk_tokens: int,
     question_tokens: int,
     ratio: float,
     modes: Sequence[str],
@@ -375,15 +375,13 @@ def bench_ttft(
 ) -> dict[str, Any]:
     """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object.
 
-    Without `shape` and `model` it runs the shape llama-200m. Several `chunks` or `chunk_tokens` make a grid of points
-    (`ttft_grid`). Raises UsageError for values out of range.
+    Without `shape` and `model` it runs the shape llama-200m. Raises UsageError for values out of range.
     """
-    counts, lengths = _several(chunks), _several(chunk_tokens)
     config = TtftConfig(
         shape=DEFAULT_SHAPE if shape is None and model is None else shape,
         model=model,
-        num_chunks=counts[0],
-        chunk_tokens=lengths[0],
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
         ratio=ratio,
         modes=tuple(cast(Mode, mode) for mode in modes),
@@ -399,21 +397,9 @@ def bench_ttft(
         backend=backend,
         vllm_options=vllm_options or {},
     )
-    if len(counts) * len(lengths) > 1:
-        from ragblend.bench.ttft_grid import bench_grid
-
-        return bench_grid(config, counts, lengths, plot, echo)
     check_plot(plot)
     result = run_ttft(config, on_terminal())
     return present(result.as_dict(), table_lines(result), echo, plot, plot_ttft)
-
-
-def _several(values: int | Sequence[int]) -> Sequence[int]:
-    """One number or more as a sequence. Raises UsageError where there is none."""
-    values = [values] if isinstance(values, int) else values
-    if not values:
-        raise UsageError("no number of chunks or of their tokens is given; choose one or more, such as 3,6,9,12")
-    return values
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:

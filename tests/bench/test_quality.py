@@ -58,8 +58,7 @@ from ragblend.bench.retrieval_quality import (
     run_corpus,
 )
 from ragblend.cli import app
-from ragblend.demo.evaluate import Setting, full_logits, make_cases, reuse_logits
-from ragblend.demo.model import load_shipped
+from ragblend.demo.cases import Setting, make_cases
 from ragblend.demo.questions import KINDS
 from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.engine import load_engine
@@ -67,6 +66,8 @@ from ragblend.engine.selection import RULES, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.segments import Chunk
+from tools.demo_model.evaluate import full_logits, reuse_logits
+from tools.demo_model.model import load_shipped
 
 WEIGHTS = Path(__file__).parents[2] / "ragblend" / "demo" / "weights"
 CORPUS = Path(__file__).parents[2] / "data" / "demo-corpus"
