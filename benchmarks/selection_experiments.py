@@ -91,7 +91,7 @@ def last_of_chunk(evidence: Evidence) -> Tensor:
 class ReadInTheMiddle(Rule):
     """A rule that reads the question in the demo model's middle layers (of 0 .. 4), wherever the checks are."""
 
-    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
+    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
         """Layers 1, 2 and 3."""
         return (1, 2, 3)
 

@@ -6,7 +6,7 @@ is not among them. Knows tensors only.
 
 Where the evidence comes from: positions, offsets and separators from the plan; deviations from the check layer, where
 the fusor computes K and V of the candidates afresh; attention and effect from the question, which the fusor runs ahead
-over stale KV up to the layers where the rule reads it. At layer 1 the question's queries are exact, because layer 0 is.
+over stale KV through the layers that the rule reads. At layer 1 the question's queries are exact, because layer 0 is.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ def repair(evidence: Evidence) -> Tensor:
     return _share(evidence.effect) + ATTENTION_WEIGHT * _share(evidence.attention)
 
 
+def ask(evidence: Evidence) -> Tensor:
+    """What the question attends to, mean over all layers, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
+    assert evidence.attention is not None
+    return evidence.attention
+
+
 def _share(scores: Tensor) -> Tensor:
     return scores / scores.sum().clamp_min(torch.finfo(scores.dtype).tiny)
 
@@ -117,13 +123,17 @@ class Rule:
         """
         return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
 
-    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
-        """The layers at which it reads the question's attention, ascending: the checks', or () where it asks nothing.
+    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
+        """The layers at which it reads the question's attention, ascending; () where it asks nothing.
 
-        >>> RULES["repair"].probe_layers([Check(1, 0.15)]), RULES["cacheblend"].probe_layers([Check(1, 0.15)])
-        ((1,), ())
+        They are the checks', where it measures there; else it chooses before any layer is run, and reads all of them.
+
+        >>> [RULES[name].probe_layers([Check(1, 0.15)], 3) for name in ("repair", "ask", "cacheblend")]
+        [(1,), (0, 1, 2), ()]
         """
-        return tuple(check.layer for check in checks) if self.needs_attention else ()
+        if not self.needs_attention:
+            return ()
+        return tuple(check.layer for check in checks) if self.needs_deviation else tuple(range(num_layers))
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -143,6 +153,7 @@ RULES: dict[str, Rule] = {
             "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
             skips_separators=True,
         ),
+        Rule("ask", ask, needs_deviation=False, needs_attention=True, skips_separators=True),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),
@@ -247,7 +258,7 @@ def probe_pays(
     >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
     [True, False]
     """
-    layers = rule.probe_layers(checks)
+    layers = rule.probe_layers(checks, num_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
@@ -283,7 +294,7 @@ def settle(
     if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
         rule = find_rule(FALLBACK)
         chosen = schedule(rule, ratio, num_layers, checks)
-    return Choice(rule, chosen, rule.probe_layers(chosen))
+    return Choice(rule, chosen, rule.probe_layers(chosen, num_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

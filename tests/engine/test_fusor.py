@@ -135,7 +135,7 @@ def blend(
         RULES[rule],
         schedule_,
         len(prompt.prefix),
-        probe_layers=RULES[rule].probe_layers(schedule_),
+        probe_layers=RULES[rule].probe_layers(schedule_, layers.num_layers),
         separators=template,
         **plan_fields,
     )
