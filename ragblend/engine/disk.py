@@ -4,6 +4,7 @@
     ROOT/models/FINGERPRINT.json    whose KV the store holds
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/profiles/NAME.json         what was calibrated (see `profile`)
+    ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
     ROOT/entries.jsonl              whose namespace each entry is of, where quotas are kept (see `room`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
@@ -26,18 +27,31 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
+from ragblend.engine.chunk_file import (
+    Demands,
+    DiskKV,
+    MismatchError,
+    OpenFile,
+    UnreadableError,
+    UnsignedError,
+    header_nbytes,
+    write_chunk,
+)
 from ragblend.engine.directory import Directory, unlink
 from ragblend.engine.eviction import Policy
-from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
+from ragblend.engine.kv import ChunkKV, KVHeader, ModelShape, in_memory
 from ragblend.engine.profile import PROFILES_DIR, Profile
-from ragblend.engine.protocols import StoreCounters
+from ragblend.engine.protocols import StoreCounters, VerifyResult
 from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
+from ragblend.engine.signing import KeyChoice, chosen_key, sealed, unsealed
 from ragblend.errors import NotFoundError, UsageError
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
 
-MODELS_DIR, PINS_DIR = "models", "pins"
+MODELS_DIR, PINS_DIR, MACHINES_DIR = "models", "pins", "machines"
+NOTES = (MODELS_DIR, PROFILES_DIR, MACHINES_DIR)
+"""Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
 
@@ -49,14 +63,6 @@ class StoreEntry(NamedTuple):
     nbytes: int
     last_used_s: float
     header: KVHeader
-
-
-class VerifyResult(NamedTuple):
-    """Whether every byte of one file is what was written; `reason` is empty when it is."""
-
-    key: str
-    ok: bool
-    reason: str
 
 
 class GcResult(NamedTuple):
@@ -79,6 +85,9 @@ class DiskStore:
     processes that write at the same time each may exceed the budget, or a quota, by a sixteenth of it before it sees
     what the others wrote.
 
+    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
+    own, if it has one.
+
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
     """
@@ -92,11 +101,15 @@ class DiskStore:
         capacity_bytes: int | None = None,
         policy: Policy = "lru",
         quotas: int | Mapping[str, int] | None = None,
+        store_key: KeyChoice = "auto",
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
+        self.store_key = chosen_key(store_key)
+        self._demands = Demands(self.store_key)
+        self._has_warned = False  # of an entry that is not signed
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
@@ -118,16 +131,20 @@ class DiskStore:
         """Hits, misses, puts, damage and evictions of this process since the store was opened."""
         return self._counters
 
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        self._demands.shapes[fingerprint] = shape
+
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
         """The entry, its header verified and no layer read; None for a miss. Never raises.
 
-        A damaged or foreign file is moved aside. One of another version, or with token ids other than `token_ids`,
-        stays where it is: somebody else may be able to use it.
+        A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
+        `token_ids`, stays where it is: somebody else may be able to use it.
         """
         path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
             file = OpenFile(self._path(key))
-            kv = DiskKV(key, path, file, self._quarantine)
+            kv = DiskKV(key, path, file, self._quarantine, self._demands)
             if token_ids is not None and kv.header.token_ids != tuple(token_ids):
                 raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
         except FileNotFoundError:
@@ -139,7 +156,7 @@ class DiskStore:
             self._count(num_damaged=1)
         except UnreadableError as error:
             assert file is not None
-            self._quarantine(key, path, file, str(error))
+            self._quarantine(key, path, file, str(error), is_unsigned=isinstance(error, UnsignedError))
         else:
             handle = file.fd
             self._count(num_hits=1)
@@ -158,10 +175,10 @@ class DiskStore:
         """
         path = self._path(kv.header.key)
         held = in_memory(kv)
-        data_offset = header_nbytes(held)
+        data_offset = header_nbytes(held, self.store_key)
         nbytes = data_offset + held.nbytes
         with self._room.for_entry(held.header, nbytes):
-            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset))
+            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 
@@ -173,7 +190,7 @@ class DiskStore:
         """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
         try:
             path = self._path(key)
-            return DiskKV(key, path, OpenFile(path), self._quarantine).header
+            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands).header
         except (OSError, UsageError, UnreadableError):
             return None
 
@@ -236,13 +253,42 @@ class DiskStore:
                 os.utime(target)
 
     def verify(self) -> Iterator[VerifyResult]:
-        """Read every byte of every file, quarantined ones included; what fails is quarantined."""
+        """Read every byte of every entry; what fails is moved aside, and what was and is good after all comes back.
+
+        Shapes are held against what the store notes of its models, where no engine has said.
+        """
+        for fingerprint, facts in self.models().items():
+            if fingerprint not in self._demands.shapes and (shape := ModelShape.noted(facts)) is not None:
+                self.expect(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
-            if (reason := self._check(path)) is not None:
-                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'its bytes match again'}")
+            if (reason := self._check(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
+                with suppress(OSError):  # the right key was missing, or the disk had a bad moment
+                    path.replace(path.with_suffix(ENTRY_SUFFIX))
+                    log.warning("stored KV %s is good after all, and in its place again", path.stem)
+            elif reason is not None:
+                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
+
+    def verify_notes(self) -> Iterator[VerifyResult]:
+        """What is wrong with the store's notes on models, calibrations and machines; `key` is the file's place in it.
+
+        Answers depend on them: a calibration says how much is recomputed.
+        """
+        for folder in NOTES:
+            for path in sorted((self.root / folder).glob("[!.]*.json")):
+                try:
+                    self._read_note(path)
+                except FileNotFoundError:
+                    continue
+                except (OSError, ValueError, RecursionError) as error:
+                    yield VerifyResult(f"{folder}/{path.name}", False, str(error))
+
+    def drop_note(self, place: str) -> bool:
+        """Remove a note that `verify_notes` named; whether that was done."""
+        folder, _, name = place.partition("/")
+        return folder in NOTES and "/" not in name and unlink(self.root / folder / name)
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
@@ -305,11 +351,11 @@ class DiskStore:
         found: dict[str, tuple[str, ...]] = {}
         for path in sorted((self.root / PINS_DIR).glob("[!.]*.json")):
             try:
-                note = json.loads(path.read_bytes())
+                note = json.loads(read_file(path))
                 found[str(note["document"])] = tuple(str(key) for key in note["keys"])
             except FileNotFoundError:
                 continue  # unpinned meanwhile
-            except (OSError, ValueError, TypeError, KeyError) as error:
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                 log.warning("pin %s is skipped: %s", path, error)
         return found
 
@@ -320,9 +366,10 @@ class DiskStore:
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
         path = self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
-        data = json.dumps(dict(facts), indent=2, sort_keys=True).encode() + b"\n"
+        note = sealed(_note_kind(path), facts, self.store_key)
+        data = json.dumps(note, indent=2, sort_keys=True).encode() + b"\n"
         with suppress(OSError):
-            if path.read_bytes() == data:
+            if read_file(path) == data:
                 return
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
 
@@ -331,17 +378,21 @@ class DiskStore:
         found: dict[str, dict[str, Any]] = {}
         for path in sorted((self.root / MODELS_DIR).glob("[!.]*.json")):
             try:
-                found[path.stem] = dict(json.loads(path.read_bytes()))
-            except (OSError, ValueError, TypeError) as error:
+                found[path.stem] = self._read_note(path)
+            except (OSError, ValueError, RecursionError) as error:
                 log.warning("model descriptor %s is skipped: %s", path, error)
         return found
 
     def put_profile(self, profile: Profile) -> Path:
         """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
         path = self.root / PROFILES_DIR / profile.filename
-        data = json.dumps(profile.as_dict(), indent=1).encode() + b"\n"
+        data = json.dumps(sealed(PROFILES_DIR, profile.as_dict(), self.store_key), indent=1).encode() + b"\n"
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
         return path
+
+    def _read_note(self, path: Path) -> dict[str, Any]:
+        """A JSON object of the store, signed where that is demanded. Raises OSError, ValueError or RecursionError."""
+        return unsealed(_note_kind(path), json.loads(read_file(path)), self.store_key)
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
@@ -368,7 +419,7 @@ class DiskStore:
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._files(suffix):
-            with suppress(FileNotFoundError):  # deleted or quarantined meanwhile
+            with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
                 yield path, path.stat()
 
     def _check(self, path: Path) -> str | None:
@@ -376,9 +427,9 @@ class DiskStore:
         file = None
         try:
             file = OpenFile(path)
-            DiskKV(path.stem, path, file, self._quarantine).verify(file)
+            DiskKV(path.stem, path, file, self._quarantine, self._demands).verify(file)
         except FileNotFoundError:
-            return None
+            return None if not path.is_symlink() else "it is a link to nowhere"
         except (OSError, MismatchError) as error:
             return str(error)
         except UnreadableError as error:
@@ -388,9 +439,9 @@ class DiskStore:
             return str(error)
         return ""
 
-    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str) -> None:
+    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str, *, is_unsigned: bool = False) -> None:
         """Move a damaged file out of the way, unless another writer has already replaced it."""
-        self._count(num_damaged=1)
+        self._count(num_damaged=1, num_unsigned=int(is_unsigned))
         self._room.changed()
         aside = path.with_suffix(DAMAGED_SUFFIX)
         try:
@@ -401,12 +452,29 @@ class DiskStore:
                 outcome = "already replaced by another writer"
         except OSError as error:
             outcome = f"not moved aside: {error}"
-        log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
+        if not is_unsigned:
+            log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
+            return
+        is_first, self._has_warned = not self._has_warned, True  # a store from before there was a key has nothing else
+        log.log(
+            logging.WARNING if is_first else logging.INFO,
+            "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
+            "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
+        )  # fmt: skip
 
     def _count(self, **steps: int) -> None:
         with self._lock:
             for name, step in steps.items():
                 setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def _note_kind(path: Path) -> str:
+    """What a note's signature says it is. One on a model does not name it, so its file's name belongs to it."""
+    return f"{MODELS_DIR}/{path.stem}" if path.parent.name == MODELS_DIR else path.parent.name
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path)
 
 
 def _checked_name(name: str) -> str:
