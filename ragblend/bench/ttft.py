@@ -126,8 +126,7 @@ def cases_of(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[Case, ...]:
     """Every mode once, blend once per rule."""
     cases: list[Case] = []
     for mode in modes:
-        named = [find_rule(rule).name for rule in rules] if mode == "blend" else ["none"]
-        cases += [Case(mode, rule) for rule in named]
+        cases += [Case(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
     return tuple(dict.fromkeys(cases))
 
 
@@ -307,7 +306,7 @@ def summarise(samples: dict[Case, list[Sample]]) -> tuple[TtftRun, ...]:
         runs.append(
             TtftRun(
                 mode=case.mode,
-                rule=case.rule,
+                rule=reports[0].rule,  # what "auto" stood for
                 ratio=reports[0].recompute_ratio,
                 charged_budget=budget,
                 charged_budget_32=_median([report.charged_budget_32 for report in reports]),

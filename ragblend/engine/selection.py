@@ -133,7 +133,12 @@ class Rule:
         """
         if not self.needs_attention:
             return ()
-        return tuple(check.layer for check in checks) if self.needs_deviation else tuple(range(num_layers))
+        return tuple(range(num_layers)) if self.asks_first else tuple(check.layer for check in checks)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether it reads the question through every layer, so that all KV is loaded before any is recomputed."""
+        return self.needs_attention and not self.needs_deviation
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -165,14 +170,23 @@ RULES: dict[str, Rule] = {
 # forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are not
 # recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
 # Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.
-# A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
-AUTO = "repair"
+# A model of 5 layers says little about where a deep one's questions look.
+SHALLOW = "repair"
+# On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` several times closer than
+# all others (`benchmarks/closeness.py`, data/results/closeness.json).
+DEFAULT = "ask"
+DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
 
 
-def find_rule(name: str) -> Rule:
-    """The rule of that name; "auto" is the default rule."""
-    name = AUTO if name == "auto" else name
+def find_rule(name: str, num_layers: int = DEEP) -> Rule:
+    """The rule of that name; "auto" is the default rule of a model of so many layers.
+
+    >>> find_rule("auto", 32).name, find_rule("auto", 5).name
+    ('ask', 'repair')
+    """
+    if name == "auto":
+        name = DEFAULT if num_layers >= DEEP else SHALLOW
     if name not in RULES:
         raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
     return RULES[name]
@@ -289,7 +303,7 @@ def settle(
     fitted: the rule and check layer that a calibration takes for `name`.
     """
     taken, check_layer = fitted or (name, CHECK_LAYER)
-    rule = find_rule(taken)
+    rule = find_rule(taken, num_layers)
     chosen = schedule(rule, ratio, num_layers, checks, check_layer)
     if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
         rule = find_rule(FALLBACK)

@@ -32,6 +32,7 @@ from ragblend.bench.quality_runs import (
     MULTI_HOP_KINDS,
     NOISE,
     REUSE,
+    STORY_LAYERS,
     Configuration,
     Engines,
     Item,
@@ -212,7 +213,7 @@ def test_a_context_beyond_the_models_is_refused(engine: TransformersEngine) -> N
 
 
 def test_configurations_run_reuse_once_and_name_what_auto_stands_for() -> None:
-    auto = find_rule("auto").name
+    auto = find_rule("auto", STORY_LAYERS).name
     found = configurations(["auto", "random", auto], [0.0, 0.5, 0.5], [0.1])
     halves = [Configuration("blend", rule, 0.5) for rule in (auto, "random")]
     assert found == [
@@ -481,7 +482,8 @@ def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch
     assert [length["runs"][0]["num_questions"] for length in (short, long)] == [14, 7]
     modes = [(run["mode"], run["rule"], run["ratio"]) for run in long["runs"] if run["kind"] == "all"]
     assert modes[:2] == [("full", "none", 1.0), ("reuse", "none", 0.0)]
-    assert {("blend", rule, 0.15) for rule in ("cacheblend", "cacheblend_k", find_rule("auto").name)} == set(modes[2:])
+    auto = find_rule("auto", STORY_LAYERS).name
+    assert {("blend", rule, 0.15) for rule in ("cacheblend", "cacheblend_k", auto)} == set(modes[2:])
     assert ("curve", 7, 7) in told
     assert ("lengths", 2, 2) in told
 
@@ -526,7 +528,7 @@ def test_the_same_seed_gives_the_same_rows() -> None:
 def test_the_json_object_has_the_documented_keys(result: QualityResult) -> None:
     facts = result.as_dict()
     assert json.loads(json.dumps(facts)) == facts
-    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto").name)
+    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto", STORY_LAYERS).name)
     assert facts["command"].startswith(
         "ragblend bench quality --model demo --num-questions 14 --multi-hop 0 --part any "
     )

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.selection import (
-    AUTO,
+    DEEP,
+    DEFAULT,
     RULES,
+    SHALLOW,
     Check,
     Evidence,
     charged_budget,
@@ -151,7 +153,8 @@ def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
 
 
 def test_auto_names_a_rule_and_unknown_names_are_refused():
-    assert find_rule("auto") is RULES[AUTO]
+    assert find_rule("auto", DEEP) is RULES[DEFAULT]
+    assert find_rule("auto", DEEP - 1) is RULES[SHALLOW]
     with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*position"):
         find_rule("best")
 
