@@ -206,7 +206,9 @@ def _prefill(engine: TransformersEngine, request: Request, configuration: Config
     rule = "auto" if configuration.rule == "none" else configuration.rule
     ratio = configuration.ratio
     if configuration.budget is not None:
-        ratio = ratio_for(find_rule(rule), configuration.budget, costs_of(engine, request.prompt))
+        ratio = ratio_for(
+            find_rule(rule, engine.layers.num_layers), configuration.budget, costs_of(engine, request.prompt)
+        )
     return engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=ratio))
 
 

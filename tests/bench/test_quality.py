@@ -364,7 +364,7 @@ def test_a_budget_is_met_within_half_a_token(engine: TransformersEngine, items: 
         for rule in ("auto", "cacheblend", "first_k"):
             found = answer(stored, request, Configuration("blend", rule, 0.0, budget=0.2)).report
             assert abs(found.charged_budget_32 - 0.2) <= 0.5 / costs.num_chunk_tokens
-            assert found.recompute_ratio == ratio_for(find_rule(rule), 0.2, costs) > 0
+            assert found.recompute_ratio == ratio_for(find_rule(rule, costs.num_layers), 0.2, costs) > 0
 
 
 def test_a_rules_floor_is_its_check_and_its_probe() -> None:
