@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -83,7 +82,6 @@ def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reus
 def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> None:
     for chunk in prompts[0].chunks:
         engine.precompute(chunk)
-    request = engine.request(prompts[0], max_tokens=1)
-    report = engine.prefill(replace(request, mode="blend")).report
+    report = engine.generate(prompts[0], max_tokens=1).report
     assert (report.rule, report.num_chunk_hits) == ("ask", len(prompts[0].chunks))
     assert report.attention_exact is not None
