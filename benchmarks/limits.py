@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -83,7 +84,7 @@ def page(piece: str, size: int) -> Work:
     return read
 
 
-def recognised(texts: list[str], prompt: str, **limits: int) -> Work:
+def recognised(texts: list[str], prompt: str, **limits: Any) -> Work:
     """Finding registered texts in a prompt."""
     registry = ChunkRegistry()
     registry.add(texts)
@@ -115,13 +116,15 @@ def read_and_cut(suffix: str, line: str, size: int) -> Work:
     return read
 
 
+def of(work: Callable[[str], Work], make: Callable[[int], str], size: int) -> Work:
+    """The work on a text of that size."""
+    return work(make(size))
+
+
 RECORD = json.dumps({"text": PROSE * 10}) + "\n"
 SHAPES: dict[str, tuple[Callable[[int], Work], int]] = {  # name -> what makes the work, largest size in MB
-    **{f"cut: {name}": (lambda size, make=make: cut(make(size)), 100) for name, make in TEXTS.items()},
-    **{
-        f"cut, tokenizer: {name}": (lambda size, make=make: cut_and_count(make(size)), 10)
-        for name, make in TEXTS.items()
-    },
+    **{f"cut: {name}": (partial(of, cut, make), 100) for name, make in TEXTS.items()},
+    **{f"cut, tokenizer: {name}": (partial(of, cut_and_count, make), 10) for name, make in TEXTS.items()},
     "page: <a": (lambda size: page("<a ", size), 100),
     "page: <!--": (lambda size: page("<!-- >", size), 100),
     "page: open quotes": (lambda size: page("<x y='", size), 100),

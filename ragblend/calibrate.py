@@ -26,7 +26,7 @@ from ragblend.engine.generation import Request
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
 from ragblend.engine.protocols import Engine
 from ragblend.engine.report import BlendReport
-from ragblend.engine.selection import AUTO, CHECK_LAYER, FALLBACK, check_ratio, find_rule
+from ragblend.engine.selection import CHECK_LAYER, FALLBACK, check_ratio, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.index import ChunkIndex
@@ -34,7 +34,7 @@ from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.precompute import Progress, disk_store
 from ragblend.segments import Chunk, SegmentedPrompt
 
-RULES = (AUTO, FALLBACK)  # those worth measuring; more with --rules
+RULES = ("auto", FALLBACK)  # those worth measuring; more with --rules
 CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
 RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
 NUM_QUESTIONS = 60
@@ -231,8 +231,10 @@ def split_questions(
 
 def settings_for(rules: Sequence[str], check_layers: Sequence[int], num_layers: int) -> tuple[Setting, ...]:
     """Rules by check layer, the uncalibrated default first. A rule that reads no deviation has no check layer."""
-    found = [Setting(find_rule("auto").name, CHECK_LAYER)] if AUTO in (find_rule(rule).name for rule in rules) else []
-    for name in dict.fromkeys(find_rule(rule).name for rule in rules):
+    standard = find_rule("auto", num_layers).name
+    names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
+    found = [Setting(standard, CHECK_LAYER)] if standard in names else []
+    for name in names:
         layers = [layer for layer in check_layers if 0 < layer <= num_layers // 2] or [CHECK_LAYER]
         needed = layers if find_rule(name).needs_deviation else [CHECK_LAYER]
         found += [Setting(name, layer) for layer in needed]

@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from ragblend.cli_bench import bench_app
 from ragblend.cli_calibrate import calibrate_app
-from ragblend.cli_dtypes import bench_dtypes
 from ragblend.cli_explain import explain
 from ragblend.cli_plan import register as register_plan
 from ragblend.cli_store import gc, pin, push, stats, unpin, verify
@@ -349,20 +348,10 @@ def doctor(
     index: IndexOption = None,
     store: StoreOption = None,
     remote: RemoteOption = None,
-    lmcache: Annotated[
-        bool, typer.Option("--lmcache", help="Experimental: print how to start LMCache's own blending.")
-    ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
     settings = settings_from(locals())
-    if lmcache:
-        from ragblend.engine.vllm_lmcache import launch_line
-
-        line = launch_line(settings.model)
-        note = "# experimental, not run by us: LMCache's blender lets selected tokens see later ones; see docs/vllm.md"
-        print_result({"experimental": True, "command": line}, f"{note}\n{line}", json_)
-        return
     from ragblend.maintenance import examine
 
     checks = examine(settings)
@@ -450,7 +439,6 @@ for _command in (explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
-bench_app.command("dtypes")(bench_dtypes)
 app.add_typer(bench_app, name="bench")
 
 

@@ -6,7 +6,7 @@ JSON on stdout, the rest on stderr.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,6 @@ from ragblend.cli_support import (
     print_json,
     progress_bars,
     quiet_libraries,
-    split_counts,
     split_names,
     split_numbers,
     use_threads,
@@ -39,8 +38,8 @@ bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is
 def bench_ttft(
     shape: Annotated[str | None, typer.Option("--shape", help="Random weights: llama-200m, llama-1b, ...")] = None,
     model: ModelOption = None,
-    chunks: Annotated[str, typer.Option("--chunks", help="Per prompt; several, 3,6,9,12, make a grid.")] = "6",
-    chunk_tokens: Annotated[str, typer.Option("--chunk-tokens", help="One length, or several.")] = "512",
+    chunks: Annotated[int, typer.Option("--chunks", help="Per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     question_tokens: Annotated[int, typer.Option("--question-tokens")] = 32,
     ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
     modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,reuse,blend",
@@ -68,8 +67,8 @@ def bench_ttft(
     facts = run(
         shape=shape,
         model=model,
-        chunks=split_counts(chunks),
-        chunk_tokens=split_counts(chunk_tokens),
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
         ratio=ratio,
         modes=split_names(modes),
@@ -209,48 +208,32 @@ def bench_load(
 
 @bench_app.command("ingest")
 def bench_ingest(
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="Random weights: llama-200m; with --backend vllm llama-50m.")
-    ] = None,
-    model: ModelOption = None,
+    shape: Annotated[str, typer.Option("--shape", help="Random weights.")] = "llama-200m",
     chunks: Annotated[int, typer.Option("--chunks")] = 8,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Rounds of both, alternating.")] = 3,
-    known: Annotated[
-        int, typer.Option("--known", help="Known chunks of the second part; 0 for none. Not with --backend vllm.")
-    ] = 10_000,
+    known: Annotated[int, typer.Option("--known", help="Known chunks of the second part; 0 for none.")] = 10_000,
     dtype: Annotated[str, typer.Option("--dtype")] = "float32",
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
-    store: Annotated[Path | None, typer.Option("--store", help="Directory of the store, with --backend vllm.")] = None,
-    backend: Annotated[str, typer.Option("--backend", help="transformers, or vllm in this process.")] = "transformers",
-    vllm_options: VllmOptions = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     json_: JsonOption = False,
 ) -> None:
     """Ingestion to disk against the engine's own prefill of the same chunks; and a second run that knows them all."""
-    if backend not in ("transformers", "vllm"):
-        raise UsageError(f"backend is {backend!r}; choose transformers or vllm")
-    if backend == "transformers" and (model is not None or store is not None or vllm_options is not None):
-        raise UsageError("--model, --store and --vllm-options go with --backend vllm; choose a --shape")
     use_threads(threads)
     quiet_libraries()
-    shared: dict[str, Any] = {
-        "chunk_tokens": chunk_tokens,
-        "repeats": repeats,
-        "dtype": dtype,
-        "threads": threads,
-        "seed": seed,
-        "echo": lambda line: (err if json_ else out).print(line, markup=False),
-    }
-    if backend == "vllm":
-        from ragblend.bench.ingest_vllm import bench_ingest_vllm
+    from ragblend.bench.ingest import bench_ingest as run
 
-        shared |= {"shape": shape, "model": model, "chunks": chunks, "store": store}
-        facts = bench_ingest_vllm(vllm_options=json_object(vllm_options, "--vllm-options"), **shared)
-    else:
-        from ragblend.bench.ingest import bench_ingest as run
-
-        facts = run(shape=shape or "llama-200m", num_chunks=chunks, num_known=known, **shared)
+    facts = run(
+        shape=shape,
+        num_chunks=chunks,
+        num_known=known,
+        chunk_tokens=chunk_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        threads=threads,
+        seed=seed,
+        echo=lambda line: (err if json_ else out).print(line, markup=False),
+    )
     print_json(facts)
 
 

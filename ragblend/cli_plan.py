@@ -97,6 +97,7 @@ def plan(
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[float, typer.Option("--ratio", help="The least ratio that answers well.")] = 0.15,
+    rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for all KV.")] = "auto",
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
     ] = None,
@@ -115,10 +116,12 @@ def plan(
     _bind_threads(settings, threads)
     from ragblend.engine.controller import Need, parse_device
     from ragblend.engine.controller import plan as make_plan
+    from ragblend.engine.selection import find_rule
     from ragblend.profiling import find_profile
 
-    need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour)
     profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
+    asks_first = find_rule(rule, profile.num_layers).asks_first
+    need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour, asks_first=asks_first)
     made = make_plan(profile, [parse_device(text, profile.bytes_per_s) for text in devices], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
 

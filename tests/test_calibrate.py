@@ -43,7 +43,8 @@ from ragblend.demo.corpus import build_corpus, write_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
 from ragblend.demo.tokenizer import pieces, words
 from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile, load_profile
-from ragblend.engine.selection import AUTO, FALLBACK
+from ragblend.engine.selection import FALLBACK
+from ragblend.engine.selection import SHALLOW as AUTO
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.index import ChunkIndex

@@ -15,7 +15,6 @@ from ragblend.engine import vllm_launch
 from ragblend.engine.transformers_model import load_tokenizer
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
-from ragblend.engine.vllm_lmcache import launch_line
 from ragblend.errors import RagblendError, UsageError
 from ragblend.serve import Launch, ServeOptions, prepare
 
@@ -148,12 +147,3 @@ def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path: Path, monkey
     assert shown.rstrip().endswith("--port 8001 --max-model-len 512 -tp 2 --enforce-eager")
     assert '"ratio":0.5' in shown
     assert extra(launch(store=str(tmp_path), ratio="auto").command)["ratio"] == "auto"
-
-
-def test_the_lmcache_line_is_marked_experimental(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["ragblend", "doctor", "--lmcache", "--model", "a/b"])
-    with suppress(SystemExit):
-        cli.main()
-    shown = capsys.readouterr().out
-    assert "experimental" in shown
-    assert launch_line("a/b") in shown

@@ -216,7 +216,7 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
     return LoadResult(
         config,
         profile,
-        find_rule(config.rule).name,
+        next(iter(samples.values()))[0].report.rule,
         num_tokens,
         disk.nbytes(),
         bench.memory_bytes,
@@ -233,12 +233,13 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
     """Memory, disk, and throttled readers, each with and without the pipeline; where loading takes longer than
     recompute also at the ratio that the controller chooses then."""
     least_s = profile.recompute_s(config.ratio, num_tokens)
+    asks_first = find_rule(config.rule, profile.num_layers).asks_first
 
     def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> Case:
         reads = speed or profile.bytes_per_s["disk"]
         load_s = 0.0 if source == "memory" else load_bytes / reads
         compute_s = profile.recompute_s(ratio, num_tokens)
-        expected_s = profile.blend_s(load_s, compute_s) if pipeline else load_s + compute_s
+        expected_s = profile.blend_s(load_s, compute_s, asks_first) if pipeline else load_s + compute_s
         return Case(source, pipeline, ratio, load_s / least_s, expected_s, speed)
 
     # Memory right behind the disk, which leaves its chunks there.
@@ -247,7 +248,9 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         load_s = slowdown * least_s
         speed = load_bytes / load_s
         cases += [case("throttled", True, speed), case("throttled", False, speed)]
-        hidden = choose_ratio(config.ratio, profile.hiding_s(load_s), profile.full_s(num_tokens), profile.shares)
+        hidden = choose_ratio(
+            config.ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
+        )
         if hidden > config.ratio:
             cases.append(case("throttled", True, speed, hidden))
     return tuple(cases)

@@ -89,47 +89,6 @@ def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_grid(facts: Mapping[str, Any], path: Path) -> None:
-    """Write a grid of `bench ttft`: speedup of blending over the prompt's length, and what takes how long."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    speedups, times = figure.subplots(1, 2)
-    runs = sorted(facts["runs"], key=lambda run: int(run["prompt_tokens"]))
-    blends = [run for run in runs if run["mode"] == "blend"]
-    for case in dict.fromkeys((run["rule"], run["chunk_tokens"]) for run in blends):
-        points = [run for run in blends if (run["rule"], run["chunk_tokens"]) == case and run["speedup"] is not None]
-        places = [run["prompt_tokens"] for run in points]
-        label = f"{case[0]}, chunks of {case[1]}"
-        speedups.plot(places, [run["speedup"] for run in points], marker="o", ms=4, label=label)
-    drawn = {
-        "full prefill": ("full", "ttft_s"),
-        "blend, computing": ("blend", "fuse_s"),
-        "loading": ("blend", "load_s"),
-    }
-    for label, (mode, name) in drawn.items():
-        points = [run for run in runs if run["mode"] == mode]
-        places = [run["prompt_tokens"] for run in points]
-        times.plot(places, [run[name] for run in points], "o", ms=4, label=label)
-    times.set_xscale("log")
-    times.set_yscale("log")
-    times.set_ylabel("seconds")
-    speedups.set_ylabel("full prefill / blend")
-    speedups.set_ylim(bottom=0)
-    for axes in (speedups, times):
-        axes.set_xlabel("prompt tokens")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    config, hardware = facts["config"], facts["hardware"]
-    place = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
-    figure.suptitle(f"{facts['model']} {config['dtype']}, {config['ratio']:.0%} recomputed, {place}", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def plot_load(facts: Mapping[str, Any], path: Path) -> None:
     """Write `bench load`: every layer's loading and fusing on both sides of the line, and TTFT over T_load."""
     require_matplotlib()

@@ -24,6 +24,7 @@ from ragblend.bench.quality_runs import (
     FULL,
     MULTI_HOP_KINDS,
     NOISE,
+    STORY_LAYERS,
     Configuration,
     Engines,
     Item,
@@ -39,7 +40,7 @@ from ragblend.bench.quality_runs import (
 )
 from ragblend.bench.quality_tables import stories_table
 from ragblend.bench.retrieval_quality import CorpusConfig, bench_corpus
-from ragblend.demo.evaluate import Setting
+from ragblend.demo.cases import Setting
 from ragblend.demo.questions import KINDS
 from ragblend.engine import load_engine
 from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
@@ -198,7 +199,7 @@ class QualityResult:
             "model": self.name,
             "fingerprint": self.fingerprint,
             "seed": self.config.seed,
-            "auto": find_rule("auto").name,
+            "auto": find_rule("auto", STORY_LAYERS).name,
             "ratio_one": {"num_checked": self.num_checked, "num_different": self.num_different},
             "runs": [row.as_dict() for row in self.rows],
             "paired": [difference.as_dict() for difference in self.paired],
@@ -228,7 +229,7 @@ def run_quality(config: QualityConfig, progress: Progress | None = None) -> Qual
         orders = run_orders(engines, items, config.order_share, tell)
         lengths = list(run_lengths(engines, config, tell)) if config.lengths else []
     at_one = [r for c, found in records.items() if c.mode == "blend" and c.ratio == 1.0 for r in found]
-    auto = find_rule("auto").name
+    auto = find_rule("auto", STORY_LAYERS).name
     return QualityResult(
         config,
         base.name,
@@ -236,9 +237,7 @@ def run_quality(config: QualityConfig, progress: Progress | None = None) -> Qual
         hardware_card(base.layers.device),
         tuple(row for configuration, found in records.items() for row in rows_of(configuration, found)),
         tuple(lengths),
-        tuple(
-            differences(records, auto, [find_rule(rule).name for rule in config.rules if rule not in ("auto", auto)])
-        ),
+        tuple(differences(records, auto, [rule for rule in config.rules if rule not in ("auto", auto)])),
         tuple(orders),
         tuple(unmet),
         len(at_one),
@@ -252,7 +251,7 @@ def unmet_budgets(engines: Engines, items: Sequence[Item], config: QualityConfig
     for item in items:
         prompt = request_for(engines.base, item.prompt).prompt
         costs.append(costs_of(engines.behind(prompt.prefix_ids), prompt))
-    rules = [find_rule(name) for name in (*config.rules, *config.controls)]
+    rules = [find_rule(name, STORY_LAYERS) for name in (*config.rules, *config.controls)]
     floors = {rule.name: max(floor_of(rule, cost) for cost in costs) for rule in rules}
     return [Unmet(name, budget, floor) for name, floor in floors.items() for budget in config.budgets if floor > budget]
 

@@ -44,7 +44,7 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     active = num_to_recompute(checks[0].ratio, num_tokens, num_candidates)
     if rule.needs_deviation:
         active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
-    asked = rule.probe_layers(checks) if checks[-1].ratio < 1 else ()
+    asked = rule.probe_layers(checks, costs.num_layers) if checks[-1].ratio < 1 else ()
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):
         cost = float(costs.num_fresh) if asked and 0 < layer <= asked[-1] else 0.0

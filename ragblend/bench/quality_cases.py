@@ -10,7 +10,7 @@ import zlib
 from typing import Literal, get_args
 
 from ragblend.bench.quality_runs import MAX_ANSWER_TOKENS, MULTI_HOP_KINDS, Item
-from ragblend.demo.evaluate import Case, Setting, make_cases
+from ragblend.demo.cases import Case, Setting, make_cases
 from ragblend.demo.questions import KINDS, Question
 from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.demo.world import HELD_OUT_ONE_IN

@@ -59,6 +59,8 @@ class Configuration(NamedTuple):
     dtype: str = "float32"
 
 
+STORY_LAYERS = 5  # of the embedded model, which the stories are told for
+
 FULL = Configuration("full", "none", 1.0)
 REUSE = Configuration("reuse", "none", 0.0)
 NOISE = FULL._replace(dtype="bfloat16")
@@ -67,7 +69,8 @@ NOISE = FULL._replace(dtype="bfloat16")
 
 def configurations(rules: Sequence[str], ratios: Sequence[float], budgets: Sequence[float] = ()) -> list[Configuration]:
     """Full prefill, full reuse, and blend by rule and ratio or budget. Ratio 0 is full reuse, for every rule."""
-    names = list(dict.fromkeys(find_rule(rule).name for rule in rules))  # "auto" goes by the name of what it stands for
+    # "auto" goes by the name of what it stands for.
+    names = list(dict.fromkeys(find_rule(rule, STORY_LAYERS).name for rule in rules))
     blends = [Configuration("blend", name, ratio) for name in names for ratio in dict.fromkeys(ratios) if ratio > 0]
     equal = [Configuration("blend", name, 0.0, budget=budget) for name in names for budget in dict.fromkeys(budgets)]
     return [FULL, REUSE, *blends, *equal]
@@ -203,7 +206,9 @@ def _prefill(engine: TransformersEngine, request: Request, configuration: Config
     rule = "auto" if configuration.rule == "none" else configuration.rule
     ratio = configuration.ratio
     if configuration.budget is not None:
-        ratio = ratio_for(find_rule(rule), configuration.budget, costs_of(engine, request.prompt))
+        ratio = ratio_for(
+            find_rule(rule, engine.layers.num_layers), configuration.budget, costs_of(engine, request.prompt)
+        )
     return engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=ratio))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ragblend.bench.quality_pairs import Difference
-from ragblend.bench.quality_runs import FULL, REUSE, Configuration, Row, total_row
+from ragblend.bench.quality_runs import FULL, REUSE, STORY_LAYERS, Configuration, Row, total_row
 from ragblend.engine.selection import DEFAULT_RATIO, find_rule
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def stories_table(result: QualityResult) -> list[str]:
 
 def kind_lines(rows: Sequence[Row]) -> list[str]:
     """Exact match by kind of question: full prefill, full reuse, and blend at the default rule and ratio."""
-    auto = Configuration("blend", find_rule("auto").name, DEFAULT_RATIO)
+    auto = Configuration("blend", find_rule("auto", STORY_LAYERS).name, DEFAULT_RATIO)
     names = {FULL: "full", REUSE: "reuse", auto: f"auto {DEFAULT_RATIO:.0%}"}
     shown: dict[str, dict[str, Row]] = {name: {} for name in names.values()}
     for row in rows:

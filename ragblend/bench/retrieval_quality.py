@@ -19,7 +19,17 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ragblend.bench.hardware import card_lines, hardware_card
-from ragblend.bench.quality_runs import FULL, Configuration, Item, Record, Row, configurations, rows_of, run_item
+from ragblend.bench.quality_runs import (
+    FULL,
+    STORY_LAYERS,
+    Configuration,
+    Item,
+    Record,
+    Row,
+    configurations,
+    rows_of,
+    run_item,
+)
 from ragblend.bench.quality_tables import corpus_table
 from ragblend.embedders import FloatArray
 from ragblend.engine import load_engine
@@ -154,7 +164,7 @@ class CorpusResult:
             "fingerprint": self.fingerprint,
             "seed": self.config.seed,
             "embedder": self.embedder,
-            "auto": find_rule("auto").name,
+            "auto": find_rule("auto", STORY_LAYERS).name,
             "num_corpus_chunks": self.num_chunks,
             "notes": [*self.notes],
             "runs": [row.as_dict() for row in self.rows],

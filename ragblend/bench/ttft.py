@@ -126,8 +126,7 @@ def cases_of(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[Case, ...]:
     """Every mode once, blend once per rule."""
     cases: list[Case] = []
     for mode in modes:
-        named = [find_rule(rule).name for rule in rules] if mode == "blend" else ["none"]
-        cases += [Case(mode, rule) for rule in named]
+        cases += [Case(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
     return tuple(dict.fromkeys(cases))
 
 
@@ -307,7 +306,7 @@ def summarise(samples: dict[Case, list[Sample]]) -> tuple[TtftRun, ...]:
         runs.append(
             TtftRun(
                 mode=case.mode,
-                rule=case.rule,
+                rule=reports[0].rule,  # what "auto" stood for
                 ratio=reports[0].recompute_ratio,
                 charged_budget=budget,
                 charged_budget_32=_median([report.charged_budget_32 for report in reports]),
@@ -354,8 +353,8 @@ def table_lines(result: TtftResult) -> list[str]:
 def bench_ttft(
     shape: str | None,
     model: str | None,
-    chunks: int | Sequence[int],
-    chunk_tokens: int | Sequence[int],
+    chunks: int,
+    chunk_tokens: int,
     question_tokens: int,
     ratio: float,
     modes: Sequence[str],
@@ -375,15 +374,13 @@ def bench_ttft(
 ) -> dict[str, Any]:
     """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object.
 
-    Without `shape` and `model` it runs the shape llama-200m. Several `chunks` or `chunk_tokens` make a grid of points
-    (`ttft_grid`). Raises UsageError for values out of range.
+    Without `shape` and `model` it runs the shape llama-200m. Raises UsageError for values out of range.
     """
-    counts, lengths = _several(chunks), _several(chunk_tokens)
     config = TtftConfig(
         shape=DEFAULT_SHAPE if shape is None and model is None else shape,
         model=model,
-        num_chunks=counts[0],
-        chunk_tokens=lengths[0],
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
         ratio=ratio,
         modes=tuple(cast(Mode, mode) for mode in modes),
@@ -399,21 +396,9 @@ def bench_ttft(
         backend=backend,
         vllm_options=vllm_options or {},
     )
-    if len(counts) * len(lengths) > 1:
-        from ragblend.bench.ttft_grid import bench_grid
-
-        return bench_grid(config, counts, lengths, plot, echo)
     check_plot(plot)
     result = run_ttft(config, on_terminal())
     return present(result.as_dict(), table_lines(result), echo, plot, plot_ttft)
-
-
-def _several(values: int | Sequence[int]) -> Sequence[int]:
-    """One number or more as a sequence. Raises UsageError where there is none."""
-    values = [values] if isinstance(values, int) else values
-    if not values:
-        raise UsageError("no number of chunks or of their tokens is given; choose one or more, such as 3,6,9,12")
-    return values
 
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:

@@ -1,1 +1,6 @@
-"""The embedded model and its world: generator, sample corpus, tokenizer, trainer and weights."""
+"""The embedded model: an invented world, stories told in it, and a small Llama that answers questions about them."""
+
+from pathlib import Path
+
+WEIGHTS = Path(__file__).parent / "weights"
+"""The model's folder, as transformers loads it; `tools/demo_model` trained it."""

@@ -78,13 +78,14 @@ class MachineProfile:
         """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
         return int(self.hardware.get("ranks") or 1) == 1
 
-    def blend_s(self, load_s: float, compute_s: float) -> float:
-        """Seconds of both, loading and computing."""
-        return pipelined_s(load_s, compute_s, self.num_layers) if self.overlaps else load_s + compute_s
+    def blend_s(self, load_s: float, compute_s: float, asks_first: bool = False) -> float:
+        """Seconds of both, loading and computing. `asks_first`: by a rule that reads every layer before it chooses."""
+        hides = self.overlaps and not asks_first
+        return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
-    def hiding_s(self, load_s: float) -> float:
+    def hiding_s(self, load_s: float, asks_first: bool = False) -> float:
         """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
-        return load_s - waiting_s(load_s, self.num_layers) if self.overlaps else 0.0
+        return load_s - waiting_s(load_s, self.num_layers) if self.overlaps and not asks_first else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as JSON values, its version first."""
@@ -199,7 +200,12 @@ class Decision(NamedTuple):
 
 
 def decide(
-    profile: MachineProfile, r_star: float, num_tokens: int, num_stored: int, load_bytes: Mapping[str, int]
+    profile: MachineProfile,
+    r_star: float,
+    num_tokens: int,
+    num_stored: int,
+    load_bytes: Mapping[str, int],
+    asks_first: bool = False,
 ) -> Decision:
     """The ratio for a prompt of `num_tokens`, `num_stored` of them stored, or why full prefill is the faster way.
 
@@ -209,7 +215,7 @@ def decide(
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_s(num_tokens)
-    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored))
+    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), asks_first)
     if num_stored and least_s >= full_s:
         refused = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
@@ -218,7 +224,7 @@ def decide(
         return Decision(1.0, refused, load_s, full_s, full_s)
     # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
     share = num_stored / max(1, num_tokens)
-    hidden_s = max(0.0, profile.hiding_s(load_s) - full_s * (1.0 - share))
+    hidden_s = max(0.0, profile.hiding_s(load_s, asks_first) - full_s * (1.0 - share))
     ratio = choose_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
     return Decision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
 
@@ -249,6 +255,7 @@ class Need:
     question_tokens: int = 32
     ratio: float = 0.15
     usd_per_hour: float | None = None  # of the machine that prefills
+    asks_first: bool = False  # the rule reads every layer before it chooses: no loading hides behind recompute
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_tokens"):
@@ -318,7 +325,7 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
     full_s = profile.full_s(need.num_tokens)
     load_s = profile.load_s(device.bytes_per_s, need.num_stored)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
-    saved_s = full_s - profile.blend_s(load_s, recompute_s)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.asks_first)
     chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / need.num_chunks
     pays = saved_s > 0
@@ -328,8 +335,8 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s or not profile.overlaps,
-        hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s), full_s, profile.shares),
+        adds_delay=load_s > recompute_s or need.asks_first or not profile.overlaps,
+        hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s, need.asks_first), full_s, profile.shares),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,
         usd_per_1000_chunks_month=1000 * month_usd,

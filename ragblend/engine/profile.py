@@ -232,11 +232,12 @@ class Profiles:
     root: the store's directory; None finds nothing. `chunker` may be set later: whoever knows the index knows it.
     """
 
-    def __init__(self, root: Path | None, fingerprint: str, store_key: KeyChoice = "auto") -> None:
+    def __init__(self, root: Path | None, fingerprint: str, num_layers: int, store_key: KeyChoice = "auto") -> None:
         self.chunker: str | None = None
         self._root = root
         self._store_key = store_key
         self._fingerprint = fingerprint
+        self._num_layers = num_layers
         self._known: dict[tuple[tuple[int, ...], str | None], Profile | None] = {}
         self._stamp_ns = -1
         self._warned = False
@@ -269,7 +270,7 @@ class Profiles:
         default: float = DEFAULT_RATIO,
     ) -> Chosen:
         """`choose`, with the profile for the prefix. An "auto" that finds none is told in the log, once."""
-        choice = choose(self.find(prefix_ids), rule, ratio, default=default)
+        choice = choose(self.find(prefix_ids), self._num_layers, rule, ratio, default=default)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
@@ -306,6 +307,7 @@ class Chosen(NamedTuple):
 
 def choose(
     profile: Profile | None,
+    num_layers: int,
     rule: str = "auto",
     ratio: RatioChoice = None,
     *,
@@ -316,7 +318,7 @@ def choose(
     What is asked for counts. An "auto" rule is the profile's best, or `selection`'s default; a ratio of None or "auto"
     is what `choose_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
     """
-    name = find_rule(rule).name
+    name = find_rule(rule, num_layers).name
     fit = profile.fit_of(rule) if profile is not None else None
     left_open = ratio is None or ratio == "auto"
     return Chosen(

@@ -6,7 +6,7 @@ is not among them. Knows tensors only.
 
 Where the evidence comes from: positions, offsets and separators from the plan; deviations from the check layer, where
 the fusor computes K and V of the candidates afresh; attention and effect from the question, which the fusor runs ahead
-over stale KV up to the layers where the rule reads it. At layer 1 the question's queries are exact, because layer 0 is.
+over stale KV through the layers that the rule reads. At layer 1 the question's queries are exact, because layer 0 is.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ def repair(evidence: Evidence) -> Tensor:
     return _share(evidence.effect) + ATTENTION_WEIGHT * _share(evidence.attention)
 
 
+def ask(evidence: Evidence) -> Tensor:
+    """What the question attends to, mean over all layers, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
+    assert evidence.attention is not None
+    return evidence.attention
+
+
 def _share(scores: Tensor) -> Tensor:
     return scores / scores.sum().clamp_min(torch.finfo(scores.dtype).tiny)
 
@@ -117,13 +123,22 @@ class Rule:
         """
         return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
 
-    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
-        """The layers at which it reads the question's attention, ascending: the checks', or () where it asks nothing.
+    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
+        """The layers at which it reads the question's attention, ascending; () where it asks nothing.
 
-        >>> RULES["repair"].probe_layers([Check(1, 0.15)]), RULES["cacheblend"].probe_layers([Check(1, 0.15)])
-        ((1,), ())
+        They are the checks', where it measures there; else it chooses before any layer is run, and reads all of them.
+
+        >>> [RULES[name].probe_layers([Check(1, 0.15)], 3) for name in ("repair", "ask", "cacheblend")]
+        [(1,), (0, 1, 2), ()]
         """
-        return tuple(check.layer for check in checks) if self.needs_attention else ()
+        if not self.needs_attention:
+            return ()
+        return tuple(range(num_layers)) if self.asks_first else tuple(check.layer for check in checks)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether it reads the question through every layer, so that all KV is loaded before any is recomputed."""
+        return self.needs_attention and not self.needs_deviation
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -143,6 +158,7 @@ RULES: dict[str, Rule] = {
             "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
             skips_separators=True,
         ),
+        Rule("ask", ask, needs_deviation=False, needs_attention=True, skips_separators=True),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),
@@ -154,14 +170,23 @@ RULES: dict[str, Rule] = {
 # forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are not
 # recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
 # Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.
-# A model of 5 layers says little about where a deep one's questions look: measure there before trusting it.
-AUTO = "repair"
+# A model of 5 layers says little about where a deep one's questions look.
+SHALLOW = "repair"
+# On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` several times closer than
+# all others (`benchmarks/closeness.py`, data/results/closeness.json).
+DEFAULT = "ask"
+DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
 
 
-def find_rule(name: str) -> Rule:
-    """The rule of that name; "auto" is the default rule."""
-    name = AUTO if name == "auto" else name
+def find_rule(name: str, num_layers: int = DEEP) -> Rule:
+    """The rule of that name; "auto" is the default rule of a model of so many layers.
+
+    >>> find_rule("auto", 32).name, find_rule("auto", 5).name
+    ('ask', 'repair')
+    """
+    if name == "auto":
+        name = DEFAULT if num_layers >= DEEP else SHALLOW
     if name not in RULES:
         raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
     return RULES[name]
@@ -247,7 +272,7 @@ def probe_pays(
     >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
     [True, False]
     """
-    layers = rule.probe_layers(checks)
+    layers = rule.probe_layers(checks, num_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
@@ -278,12 +303,12 @@ def settle(
     fitted: the rule and check layer that a calibration takes for `name`.
     """
     taken, check_layer = fitted or (name, CHECK_LAYER)
-    rule = find_rule(taken)
+    rule = find_rule(taken, num_layers)
     chosen = schedule(rule, ratio, num_layers, checks, check_layer)
     if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
         rule = find_rule(FALLBACK)
         chosen = schedule(rule, ratio, num_layers, checks)
-    return Choice(rule, chosen, rule.probe_layers(chosen))
+    return Choice(rule, chosen, rule.probe_layers(chosen, num_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

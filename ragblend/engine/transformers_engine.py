@@ -91,7 +91,7 @@ class TransformersEngine(EngineBase):
         self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, ChecksShapes):
             store.expect(self.fingerprint, self.shape)
-        self.profiles = Profiles(profile_root(store), self.fingerprint, profile_key(store))
+        self.profiles = Profiles(profile_root(store), self.fingerprint, layers.num_layers, profile_key(store))
         self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
@@ -220,7 +220,7 @@ class TransformersEngine(EngineBase):
         check_options(mode, max_tokens)
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         self._check_prompt(prompt, stops)
-        known_rule = find_rule(rule)
+        known_rule = find_rule(rule, self.layers.num_layers)
         if checks is not None:
             schedule(known_rule, 0.0, self.layers.num_layers, checks)
         tokenized = self.segmenter.tokenize(prompt)
@@ -342,7 +342,10 @@ class TransformersEngine(EngineBase):
         # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
         to_load = sum(kv.nbytes for kv in stored if not isinstance(kv, MemoryKV))
         num_stored = num_resident + sum(kv.header.num_tokens for kv in stored)
-        return decide(machine, request.ratio, request.prompt.num_tokens, num_stored, {"disk": to_load})
+        fit = request.calibrated
+        rule = find_rule(request.rule if fit is None else fit.rule, self.layers.num_layers)
+        num_tokens = request.prompt.num_tokens
+        return decide(machine, request.ratio, num_tokens, num_stored, {"disk": to_load}, rule.asks_first)
 
     def _refused(self, request: Request, decision: Decision) -> Prefilled:
         """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
@@ -433,7 +436,7 @@ class TransformersEngine(EngineBase):
     def _plan(self, request: Request, placements: Sequence[Placement], num_resident: int) -> FusePlan:
         """What to fuse by which rule. A default rule whose probe does not pay gives way to one without."""
         prompt = request.prompt
-        choice = Choice(find_rule(request.rule), _NO_RECOMPUTE, ())
+        choice = Choice(find_rule(request.rule, self.layers.num_layers), _NO_RECOMPUTE, ())
         if request.mode == "blend":
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
             choice = settle(

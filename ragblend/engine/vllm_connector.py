@@ -29,6 +29,7 @@ from ragblend.engine.machine import read_profile
 from ragblend.engine.profile import Chosen, Profiles
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.remote import RemoteStore
+from ragblend.engine.selection import find_rule
 from ragblend.engine.store import TieredStore
 from ragblend.engine.vllm_config import ConnectorConfig
 from ragblend.engine.vllm_fetch import Arrival, RemoteFetch
@@ -196,7 +197,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for tier in (self._disk, self._remote):
                 if tier is not None:
                     tier.expect(self.fingerprint, shape)
-            self._profiles = Profiles(self._disk.root, self.fingerprint, self._disk.store_key)
+            self._profiles = Profiles(self._disk.root, self.fingerprint, len(shape.layers), self._disk.store_key)
             hardware, key = machine_facts_of(vllm_config), self._disk.store_key
             machine = read_profile(self._disk.root, self.fingerprint, hardware, store_key=key)
             self._loading = Loading(machine, self._disk)
@@ -297,7 +298,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
         assert asked.choice is not None
         ids, num_prefix = request.prompt_token_ids, asked.params.spans[0][0]
-        decision = self._loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored)
+        asks_first = find_rule(asked.choice.rule).asks_first
+        decision = self._loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored, asks_first)
         asked.adapts = False
         if decision.refused:
             asked.report = replace(asked.report, mode="prefix", rule="none", ratio=0.0, predicted_agreement=None)

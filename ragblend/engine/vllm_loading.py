@@ -88,7 +88,9 @@ class Loading:
         """Whether the chunk is in the workers' memory."""
         return key in self._held
 
-    def decide(self, r_star: float, num_tokens: int, num_prefix: int, stored: Sequence[StoredSpan]) -> Decision:
+    def decide(
+        self, r_star: float, num_tokens: int, num_prefix: int, stored: Sequence[StoredSpan], asks_first: bool = False
+    ) -> Decision:
         """The ratio that hides behind loading `stored`, or why full prefill of the prompt is the faster way.
 
         r_star: the least ratio that answers well. num_prefix: the prompt's first tokens, whose KV the workers keep.
@@ -98,7 +100,7 @@ class Loading:
         found = [self._disk.get(span.key) for span in stored if span.key not in self._held]
         to_load = sum(kv.nbytes for kv in found if kv is not None)
         num_stored = num_prefix + sum(span.end - span.start for span in stored)
-        decision = decide(self.machine, r_star, num_tokens, num_stored, {"disk": to_load})
+        decision = decide(self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, asks_first)
         if decision.refused and not self._has_refused:
             log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.refused)
             self._has_refused = True

@@ -280,7 +280,7 @@ class BlendWorker:
     def _plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """What to fuse by which rule, as transformers_engine does."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = Choice(find_rule(params.rule), _NO_RECOMPUTE, ())
+        choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
         if params.mode == "blend":
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
             choice = settle(

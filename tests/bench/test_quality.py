@@ -32,6 +32,7 @@ from ragblend.bench.quality_runs import (
     MULTI_HOP_KINDS,
     NOISE,
     REUSE,
+    STORY_LAYERS,
     Configuration,
     Engines,
     Item,
@@ -58,8 +59,7 @@ from ragblend.bench.retrieval_quality import (
     run_corpus,
 )
 from ragblend.cli import app
-from ragblend.demo.evaluate import Setting, full_logits, make_cases, reuse_logits
-from ragblend.demo.model import load_shipped
+from ragblend.demo.cases import Setting, make_cases
 from ragblend.demo.questions import KINDS
 from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.engine import load_engine
@@ -67,6 +67,8 @@ from ragblend.engine.selection import RULES, find_rule
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.segments import Chunk
+from tools.demo_model.evaluate import full_logits, reuse_logits
+from tools.demo_model.model import load_shipped
 
 WEIGHTS = Path(__file__).parents[2] / "ragblend" / "demo" / "weights"
 CORPUS = Path(__file__).parents[2] / "data" / "demo-corpus"
@@ -211,7 +213,7 @@ def test_a_context_beyond_the_models_is_refused(engine: TransformersEngine) -> N
 
 
 def test_configurations_run_reuse_once_and_name_what_auto_stands_for() -> None:
-    auto = find_rule("auto").name
+    auto = find_rule("auto", STORY_LAYERS).name
     found = configurations(["auto", "random", auto], [0.0, 0.5, 0.5], [0.1])
     halves = [Configuration("blend", rule, 0.5) for rule in (auto, "random")]
     assert found == [
@@ -362,7 +364,7 @@ def test_a_budget_is_met_within_half_a_token(engine: TransformersEngine, items: 
         for rule in ("auto", "cacheblend", "first_k"):
             found = answer(stored, request, Configuration("blend", rule, 0.0, budget=0.2)).report
             assert abs(found.charged_budget_32 - 0.2) <= 0.5 / costs.num_chunk_tokens
-            assert found.recompute_ratio == ratio_for(find_rule(rule), 0.2, costs) > 0
+            assert found.recompute_ratio == ratio_for(find_rule(rule, costs.num_layers), 0.2, costs) > 0
 
 
 def test_a_rules_floor_is_its_check_and_its_probe() -> None:
@@ -480,7 +482,8 @@ def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch
     assert [length["runs"][0]["num_questions"] for length in (short, long)] == [14, 7]
     modes = [(run["mode"], run["rule"], run["ratio"]) for run in long["runs"] if run["kind"] == "all"]
     assert modes[:2] == [("full", "none", 1.0), ("reuse", "none", 0.0)]
-    assert {("blend", rule, 0.15) for rule in ("cacheblend", "cacheblend_k", find_rule("auto").name)} == set(modes[2:])
+    auto = find_rule("auto", STORY_LAYERS).name
+    assert {("blend", rule, 0.15) for rule in ("cacheblend", "cacheblend_k", auto)} == set(modes[2:])
     assert ("curve", 7, 7) in told
     assert ("lengths", 2, 2) in told
 
@@ -525,7 +528,7 @@ def test_the_same_seed_gives_the_same_rows() -> None:
 def test_the_json_object_has_the_documented_keys(result: QualityResult) -> None:
     facts = result.as_dict()
     assert json.loads(json.dumps(facts)) == facts
-    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto").name)
+    assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto", STORY_LAYERS).name)
     assert facts["command"].startswith(
         "ragblend bench quality --model demo --num-questions 14 --multi-hop 0 --part any "
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from ragblend.demo.export import WEIGHTS
+from ragblend.demo import WEIGHTS
 from ragblend.demo.tokenizer import DOC, SPECIAL_TOKENS, build_tokenizer, encode, pieces, words
 
 TOKENIZER = build_tokenizer()

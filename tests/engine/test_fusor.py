@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from ragblend.engine.attention import BLOCK_ROWS, attend_rows
 from ragblend.engine.fusor import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.selection import RULES, Check, schedule
+from ragblend.engine.selection import RULES, Check, Rule, schedule
 from ragblend.engine.transformers_layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
@@ -135,7 +136,7 @@ def blend(
         RULES[rule],
         schedule_,
         len(prompt.prefix),
-        probe_layers=RULES[rule].probe_layers(schedule_),
+        probe_layers=RULES[rule].probe_layers(schedule_, layers.num_layers),
         separators=template,
         **plan_fields,
     )
@@ -384,21 +385,50 @@ def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_
     assert_same_blend(blend(tiny_layers("qwen2"), prompt, rule="repair", checks=checks), expected)
 
 
-@pytest.mark.parametrize("family", INDEPENDENT)
-def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
-    """The judge is transformers' own eager attention over a cache put together from the stored chunks."""
-    prompt, reference = make_prompt(24), Reference(stock_model(family))
-    checks = (Check(1, 0.4), Check(2, 0.3), Check(3, 0.2), Check(4, 0.1))
-    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
-    stale = reference.blend(prompt.reference_spans(), {1: 0.0})
+def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
+    """[T] what the question attends to in `layers` over stale KV: transformers' own eager attention over a cache put
+    together from the stored chunks."""
+    stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
     kv, end = DynamicCache(), len(prompt.ids) - QUESTION
     for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
         kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
     with torch.no_grad():
-        question = torch.tensor([prompt.ids[end:]])
-        seen = stock_model(family)(question, past_key_values=kv, output_attentions=True).attentions
-    expected = torch.stack([seen[check.layer][0].mean(dim=(0, 1)) for check in checks]).mean(0)
+        seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
+    return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
+    prompt = make_prompt(24)
+    checks = (Check(1, 0.4), Check(2, 0.3), Check(3, 0.2), Check(4, 0.1))
+    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
+    expected = attended(stock_model(family), prompt, [check.layer for check in checks])
     torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers, monkeypatch):
+    """In every layer, over nothing but stale KV; and what was run ahead leaves no trace in what is fused then."""
+    prompt, layers = make_prompt(26), tiny_layers(family)
+    outcome = blend(layers, prompt, ratio, "ask")
+    expected = attended(stock_model(family), prompt, range(layers.num_layers))
+    torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
+    first, end = PREFIX + CHUNKS[0], len(prompt.ids) - QUESTION  # the first chunk is exact
+    count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
+    top = expected[first:end].topk(count).indices + first
+    assert outcome.recomputed == sorted(top.tolist())
+    given = Rule("given", lambda evidence: expected[evidence.positions], needs_deviation=False)
+    monkeypatch.setitem(RULES, "given", given)
+    without = blend(layers, prompt, ratio, "given")
+    torch.testing.assert_close(outcome.logits, without.logits, atol=1e-5, rtol=0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(outcome.fused.keys(layer), without.fused.keys(layer), atol=1e-5, rtol=0)
+        torch.testing.assert_close(outcome.fused.values(layer), without.fused.values(layer), atol=1e-5, rtol=0)
+    rows = outcome.result.rows_per_layer
+    assert rows == [count, *[count + QUESTION] * (layers.num_layers - 1)], (
+        "the question is charged wherever it ran ahead"
+    )
 
 
 @pytest.mark.parametrize("layer", READ_AT)

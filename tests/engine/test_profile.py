@@ -26,7 +26,8 @@ from ragblend.engine.profile import (
     parse_profile,
     profile_root,
 )
-from ragblend.engine.selection import AUTO, CHECK_LAYER, DEFAULT_RATIO, FALLBACK, Check
+from ragblend.engine.selection import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, Check
+from ragblend.engine.selection import SHALLOW as AUTO
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
@@ -209,24 +210,24 @@ def test_between_two_measured_ratios_the_prediction_lies_on_a_straight_line() ->
 
 
 def test_what_is_asked_for_counts_and_what_is_left_open_is_calibrated() -> None:
-    assert choose(PROFILE)[:4] == (AUTO, 0.1, 1, BEST)
-    assert choose(PROFILE, ratio="auto")[:4] == (AUTO, 0.1, 1, BEST)
-    assert choose(PROFILE, ratio=0.3)[:4] == (AUTO, 0.3, 1, BEST)
-    assert choose(PROFILE, FALLBACK)[:4] == (FALLBACK, 0.5, 2, OTHER)
-    assert choose(PROFILE, "first_k")[:4] == ("first_k", DEFAULT_RATIO, CHECK_LAYER, None)
-    assert choose(None)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
-    assert choose(None, ratio="auto", default=0.2).ratio == 0.2
-    assert [choose(PROFILE, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [True, True, False]
+    assert choose(PROFILE, 5)[:4] == (AUTO, 0.1, 1, BEST)
+    assert choose(PROFILE, 5, ratio="auto")[:4] == (AUTO, 0.1, 1, BEST)
+    assert choose(PROFILE, 5, ratio=0.3)[:4] == (AUTO, 0.3, 1, BEST)
+    assert choose(PROFILE, 5, FALLBACK)[:4] == (FALLBACK, 0.5, 2, OTHER)
+    assert choose(PROFILE, 5, "first_k")[:4] == ("first_k", DEFAULT_RATIO, CHECK_LAYER, None)
+    assert choose(None, 5)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
+    assert choose(None, 5, ratio="auto", default=0.2).ratio == 0.2
+    assert [choose(PROFILE, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("ratio", [1.5, -0.1, "much", float("nan")])
 def test_a_ratio_that_cannot_be_is_refused(ratio: Any) -> None:
     with pytest.raises(UsageError, match=str(ratio)):
-        choose(PROFILE, ratio=ratio)
+        choose(PROFILE, 5, ratio=ratio)
 
 
 def test_profiles_are_found_when_they_appear_and_missed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profiles = Profiles(tmp_path, "f00d")
+    profiles = Profiles(tmp_path, "f00d", 5)
     for _ in range(3):
         assert profiles.choose((1, 2, 3), "auto", "auto").ratio == DEFAULT_RATIO
         assert profiles.choose((1, 2, 3), "auto", None).ratio == DEFAULT_RATIO
@@ -243,7 +244,7 @@ def test_without_a_word_nothing_is_said_about_a_missing_profile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert Profiles(tmp_path, "f00d").choose((), "auto", None).fit is None
+        assert Profiles(tmp_path, "f00d", 5).choose((), "auto", None).fit is None
     assert not caplog.records
 
 

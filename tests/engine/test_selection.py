@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.selection import (
-    AUTO,
+    DEEP,
+    DEFAULT,
     RULES,
+    SHALLOW,
     Check,
     Evidence,
     charged_budget,
@@ -90,7 +92,7 @@ ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
 
 
 def test_the_rule_that_asks_the_question_scores_by_its_effect_and_then_by_its_attention():
-    assert ASKING == ["repair"]
+    assert ASKING == ["ask", "repair"]
     facts = evidence()
     strong = dataclasses.replace(facts, effect=torch.arange(7.0), attention=torch.full((7,), 1 / 7))
     assert torch.equal(RULES["repair"].score(strong).argsort(), torch.arange(7))
@@ -130,8 +132,12 @@ def test_the_papers_rules_may_choose_separators():
 
 def test_the_question_is_read_at_the_check_layers():
     checks = (Check(1, 0.4), Check(4, 0.1))
-    assert RULES["repair"].probe_layers(checks) == (1, 4)
-    assert RULES["cacheblend"].probe_layers(checks) == ()
+    assert RULES["repair"].probe_layers(checks, 6) == (1, 4)
+    assert RULES["cacheblend"].probe_layers(checks, 6) == ()
+
+
+def test_a_rule_that_only_asks_reads_every_layer():
+    assert RULES["ask"].probe_layers((Check(0, 0.1),), 4) == (0, 1, 2, 3)
 
 
 @given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
@@ -147,7 +153,8 @@ def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
 
 
 def test_auto_names_a_rule_and_unknown_names_are_refused():
-    assert find_rule("auto") is RULES[AUTO]
+    assert find_rule("auto", DEEP) is RULES[DEFAULT]
+    assert find_rule("auto", DEEP - 1) is RULES[SHALLOW]
     with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*position"):
         find_rule("best")
 

@@ -23,7 +23,7 @@ from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import ChunkKV
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.report import MODES, BlendReport
-from ragblend.engine.selection import AUTO, FALLBACK, RULES, Check, find_rule
+from ragblend.engine.selection import FALLBACK, RULES, SHALLOW, Check, find_rule
 from ragblend.engine.store import MemoryStore, TieredStore
 from ragblend.engine.transformers_engine import TransformersEngine
 from ragblend.engine.transformers_layers import TransformersLayers
@@ -124,7 +124,7 @@ def test_stream_and_generate_agree(mode, options, engine):
 @pytest.mark.parametrize("rule", ["auto", *RULES])
 def test_every_rule_answers_and_is_named_in_the_report(rule, engine):
     report = engine.generate(PROMPT, rule=rule, recompute_ratio=0.2, max_tokens=2).report
-    assert report.rule == (rule if rule != "auto" else find_rule("auto").name)
+    assert report.rule == (rule if rule != "auto" else find_rule("auto", 0).name)
     assert report.num_recomputed_tokens > 0
 
 
@@ -249,7 +249,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     assert (report.num_recomputed_tokens > 0) == (mode == "blend" and any(expected_hits))
     assert report.num_prefix_tokens == (0 if mode == "full" else len(tokenized.prefix_ids))
     assert 0 < report.lookup_s + report.fuse_s + report.stall_s <= report.ttft_s
-    assert report.rule == (find_rule("auto").name if mode == "blend" else "none")
+    assert report.rule == (find_rule("auto", 0).name if mode == "blend" else "none")
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
     assert json.loads(json.dumps(report.as_dict()))["mode"] == mode
     assert f"{report.num_chunk_hits}/3 chunks" in report.summary()
@@ -302,12 +302,12 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
         return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
 
     short, long = run("what is that?"), run("what is that answer to the question? " * 20)
-    assert (short.rule, long.rule) == (AUTO, FALLBACK)
+    assert (short.rule, long.rule) == (SHALLOW, FALLBACK)
     assert short.probe_s > 0
     assert short.fuse_s + short.stall_s >= short.probe_s
     assert long.probe_s == 0
     # A rule asked for by name runs.
-    assert run("what is that answer to the question? " * 20, AUTO).rule == AUTO
+    assert run("what is that answer to the question? " * 20, SHALLOW).rule == SHALLOW
 
 
 def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(tiny_engine, tokenizer):

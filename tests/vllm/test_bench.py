@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.bench.ingest_vllm import bench_ingest_vllm
+from benchmarks.ingest_vllm import bench_ingest_vllm
 from ragblend.bench.load import bench_load
 from ragblend.bench.throughput import bench_throughput
 from ragblend.bench.ttft import bench_ttft
@@ -94,7 +94,11 @@ def test_ingestion_and_prefill_of_the_same_chunks_side_by_side(tmp_path: Path) -
     )
     assert json.loads(json.dumps(found)) == found
     assert str(tmp_path) not in json.dumps(found)
-    assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ingest", "llama-1m", "vllm")
+    assert (found["command"], found["model"], found["config"]["backend"]) == (
+        "benchmarks.ingest_vllm",
+        "llama-1m",
+        "vllm",
+    )
     prefill, ingest = found["runs"]
     assert (prefill["mode"], ingest["mode"]) == ("prefill", "ingest")
     for run in (prefill, ingest):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragblend.demo.evaluate import Case, Setting, full_logits, is_exact, make_cases, reuse_logits
-from ragblend.demo.export import PROMPT_FORMAT, WEIGHTS, export
-from ragblend.demo.model import DemoModel, ModelConfig, load_shipped, mimetic_init, num_parameters, rope
+from ragblend.demo import WEIGHTS
+from ragblend.demo.cases import Case, Setting, make_cases
 from ragblend.demo.tokenizer import build_tokenizer
+from tools.demo_model.evaluate import full_logits, is_exact, reuse_logits
+from tools.demo_model.export import PROMPT_FORMAT, export
+from tools.demo_model.model import DemoModel, ModelConfig, load_shipped, mimetic_init, num_parameters, rope
 
 TOKENIZER = build_tokenizer()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ragblend.bench import dtypes
-from ragblend.bench.dtypes import DtypesConfig, bench_dtypes, drop_page_cache, measure_demo, measure_shape
-from ragblend.bench.dtypes_answers import AnswersRun
+from benchmarks import kv_dtypes as dtypes
+from benchmarks.kv_dtypes import DtypesConfig, bench_dtypes, drop_page_cache, measure_demo, measure_shape
+from benchmarks.kv_dtypes_answers import AnswersRun
 from ragblend.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], li
 def test_every_store_is_timed_in_every_mode_and_dtype(result: Any) -> None:
     facts, lines, out = result
     assert json.loads(out.read_text()) == json.loads(json.dumps(facts))
-    assert facts["command"] == "bench dtypes"
+    assert facts["command"] == "benchmarks.kv_dtypes"
     runs = facts["runs"]
     cases = [(run["dtype"], run["mode"], run["kv_dtype"]) for run in runs]
     stores = ("auto", "int8", "fp8")

@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: `python -m ragblend.demo.train --out runs/demo`.
+"""Train the demo model from nothing: `python -m tools.demo_model.train --out runs/demo`.
 
 One process, resumable: it saves its state every two minutes of work and goes on from it. Stages follow the order in
 which the skill is learnable (lists of pairs, short stories, longer ones, two hops, far positions, long contexts); a
@@ -23,10 +23,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from ragblend.demo.card import plot_curve
-from ragblend.demo.evaluate import Setting, make_cases, measure, score
-from ragblend.demo.export import export
-from ragblend.demo.model import (
+from ragblend.demo.cases import Setting, make_cases
+from ragblend.demo.tokenizer import build_tokenizer, encode
+from ragblend.demo.vocab import YEARS
+from tools.demo_model.card import plot_curve
+from tools.demo_model.evaluate import measure, score
+from tools.demo_model.export import export
+from tools.demo_model.model import (
     DemoModel,
     ModelConfig,
     copy_attention,
@@ -36,10 +39,8 @@ from ragblend.demo.model import (
     order_words,
     rope,
 )
-from ragblend.demo.optim import Muon
-from ragblend.demo.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP, Batch, RowMaker, RowPlan
-from ragblend.demo.tokenizer import build_tokenizer, encode
-from ragblend.demo.vocab import YEARS
+from tools.demo_model.optim import Muon
+from tools.demo_model.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP, Batch, RowMaker, RowPlan
 
 LOSS_WEIGHTS = {TEXT: 0.05, SINGLE: 1.0, STOP: 0.1, REPEAT: 0.5, TWO_HOP: 1.0, COMPARE: 1.0, GAP: 1.0}
 NAMES = {SINGLE: "single", TWO_HOP: "two_hop", COMPARE: "comparison", GAP: "not_stated", REPEAT: "repeat"}

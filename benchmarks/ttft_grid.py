@@ -1,4 +1,6 @@
-"""TTFT over numbers and lengths of chunks: `bench ttft --chunks 3,6,9,12 --chunk-tokens 256,512,1024`.
+"""TTFT over numbers and lengths of chunks.
+
+    python -m benchmarks.ttft_grid --chunks 3,6,9,12 --chunk-tokens 256,512,1024
 
 Each point is a run of its own of `ttft`. What the grid adds: speedup against what the charged budget allows, how times
 grow with the prompt, and memory beside that of full prefill. Read `run_grid` first.
@@ -6,19 +8,23 @@ grow with the prompt, and memory beside that of full prefill. Read `run_grid` fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import typer
 
 from ragblend.bench.output import check_plot, on_terminal, present
-from ragblend.bench.plots import plot_grid
+from ragblend.bench.plots import require_matplotlib
 from ragblend.bench.ttft import SCHEMA_VERSION, TtftConfig, TtftResult, TtftRun, run_ttft
 from ragblend.bench.workloads import find_dtype
+from ragblend.cli_support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
 from ragblend.engine.kv import dtype_name
+from ragblend.engine.report import Mode
+from ragblend.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class GridResult:
         config.pop("store")  # a path of this machine says nothing elsewhere
         return {
             "schema_version": SCHEMA_VERSION,
-            "command": "bench ttft",
+            "command": "benchmarks.ttft_grid",
             "hardware": self.hardware,
             "config": config,
             "model": self.name,
@@ -86,6 +92,8 @@ def run_grid(
 ) -> GridResult:
     """Measure `config` at every pair of `num_chunks` and `chunk_tokens`, all checked before the first is run."""
     tell = progress or (lambda line: None)
+    if not num_chunks or not chunk_tokens:
+        raise UsageError("no number of chunks or of their tokens is given; choose one or more, such as 3,6,9,12")
     points = [
         replace(config, num_chunks=count, chunk_tokens=tokens) for tokens, count in product(chunk_tokens, num_chunks)
     ]
@@ -176,11 +184,90 @@ def bench_grid(
     plot: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`ragblend bench ttft` over several points: card and table to `echo`, a picture to `plot`; the JSON object."""
+    """Card and table to `echo`, a picture to `plot`; the JSON object."""
     check_plot(plot)
     result = run_grid(config, num_chunks, chunk_tokens, on_terminal())
     return present(result.as_dict(), table_lines(result), echo, plot, plot_grid)
 
 
+def plot_grid(facts: Mapping[str, Any], path: Path) -> None:
+    """Write a grid of `bench ttft`: speedup of blending over the prompt's length, and what takes how long."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    speedups, times = figure.subplots(1, 2)
+    runs = sorted(facts["runs"], key=lambda run: int(run["prompt_tokens"]))
+    blends = [run for run in runs if run["mode"] == "blend"]
+    for case in dict.fromkeys((run["rule"], run["chunk_tokens"]) for run in blends):
+        points = [run for run in blends if (run["rule"], run["chunk_tokens"]) == case and run["speedup"] is not None]
+        places = [run["prompt_tokens"] for run in points]
+        label = f"{case[0]}, chunks of {case[1]}"
+        speedups.plot(places, [run["speedup"] for run in points], marker="o", ms=4, label=label)
+    drawn = {
+        "full prefill": ("full", "ttft_s"),
+        "blend, computing": ("blend", "fuse_s"),
+        "loading": ("blend", "load_s"),
+    }
+    for label, (mode, name) in drawn.items():
+        points = [run for run in runs if run["mode"] == mode]
+        places = [run["prompt_tokens"] for run in points]
+        times.plot(places, [run[name] for run in points], "o", ms=4, label=label)
+    times.set_xscale("log")
+    times.set_yscale("log")
+    times.set_ylabel("seconds")
+    speedups.set_ylabel("full prefill / blend")
+    speedups.set_ylim(bottom=0)
+    for axes in (speedups, times):
+        axes.set_xlabel("prompt tokens")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    config, hardware = facts["config"], facts["hardware"]
+    place = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
+    figure.suptitle(f"{facts['model']} {config['dtype']}, {config['ratio']:.0%} recomputed, {place}", fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def main(
+    shape: str = "llama-200m",
+    chunks: str = "3,6,9,12",
+    chunk_tokens: str = "256,512,1024",
+    question_tokens: int = 32,
+    ratio: float = 0.15,
+    modes: str = "full,prefix,reuse,blend",
+    rules: str = "cacheblend",
+    dtype: str = "float32",
+    threads: int | None = None,
+    repeats: int = 5,
+    tier: str = "memory",
+    seed: int = 0,
+    plot: Path | None = None,
+) -> None:
+    """Tables on stderr, one line of JSON on stdout."""
+    use_threads(threads)
+    quiet_libraries()
+    config = TtftConfig(
+        shape=shape,
+        question_tokens=question_tokens,
+        ratio=ratio,
+        modes=tuple(cast(Mode, mode) for mode in split_names(modes)),
+        rules=tuple(split_names(rules)),
+        dtype=dtype,
+        threads=threads,
+        repeats=repeats,
+        tier=tier,
+        seed=seed,
+    )
+    facts = bench_grid(config, split_counts(chunks), split_counts(chunk_tokens), plot, lambda line: err.print(line))
+    print_json(facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -4,12 +4,12 @@
 otherwise. `effect_60` was the default rule `repair` until it looked at the attention too. In the first three files they
 go by their older names, `repair_40` and `repair`.
 
-    python scripts/selection_experiments.py --out data/results/selection-experiments.json
-    python scripts/selection_experiments.py --only candidates_60,candidates_100 --questions 750 --seed 910007 \
+    python -m benchmarks.selection_experiments --out data/results/selection-experiments.json
+    python -m benchmarks.selection_experiments --only candidates_60,candidates_100 --questions 750 --seed 910007 \
         --budgets 0.05,0.1,0.15,0.2 --out data/results/selection-candidates.json
-    python scripts/selection_experiments.py --only effect_60,candidates_15,candidates_30 --questions 90 --seed 920003 \
-        --budgets 0.025,0.0375 --out data/results/selection-small-budgets.json
-    python scripts/selection_experiments.py --base effect_60 --only repair --questions 450 --seed 950003 \
+    python -m benchmarks.selection_experiments --only effect_60,candidates_15,candidates_30 --questions 90 \
+        --seed 920003 --budgets 0.025,0.0375 --out data/results/selection-small-budgets.json
+    python -m benchmarks.selection_experiments --base effect_60 --only repair --questions 450 --seed 950003 \
         --budgets 0.05,0.1,0.15 --out data/results/selection-attention.json
 
 The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
@@ -38,7 +38,7 @@ from ragblend.bench.quality_cases import make_items
 from ragblend.bench.quality_pairs import GROUPS, differences
 from ragblend.bench.quality_runs import Configuration, Engines, Record, configurations, rows_of
 from ragblend.cli_support import one_thread, quiet_libraries, split_names, split_numbers
-from ragblend.demo.evaluate import Setting
+from ragblend.demo.cases import Setting
 from ragblend.engine import load_engine, transformers_engine
 from ragblend.engine.fusor import FusedKV, FusePlan
 from ragblend.engine.selection import RULES, Check, Evidence, Rule, repair
@@ -91,7 +91,7 @@ def last_of_chunk(evidence: Evidence) -> Tensor:
 class ReadInTheMiddle(Rule):
     """A rule that reads the question in the demo model's middle layers (of 0 .. 4), wherever the checks are."""
 
-    def probe_layers(self, checks: Sequence[Check]) -> tuple[int, ...]:
+    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
         """Layers 1, 2 and 3."""
         return (1, 2, 3)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ragblend.bench import int4
+from benchmarks import int4
 from ragblend.bench.quality_runs import FULL, Answer, Configuration, Item, answer, is_exact, kl, request_for
 from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.kv import LayerKV, MemoryKV, in_memory, stored_as

@@ -1,7 +1,8 @@
 """Does retrieval find a fact in the second half of a chunk that is longer than the embedder reads?
 
-    python scripts/embedding_windows.py --questions nq_open_oracle_400.json --output data/results/embedding-windows.json
-    python scripts/embedding_windows.py --questions musique_s_100.json --rounds 1 --two
+    python benchmarks/embedding_windows.py --questions nq_open_oracle_400.json \
+        --output data/results/embedding-windows.json
+    python benchmarks/embedding_windows.py --questions musique_s_100.json --rounds 1 --two
 
 Real questions, each with the passage that answers it ("Lost in the Middle", Liu et al. 2023: NQ-open, oracle file), or
 MuSiQue's with ten passages each. The passages are laid end to end in random order and cut into chunks of twice what the
@@ -170,7 +171,7 @@ def main() -> None:
              "num_chunks_first_second": counts}
             for (way, half, k), values in found.items()
         ]  # fmt: skip
-    facts = {"schema_version": 1, "command": "scripts/embedding_windows.py", "hardware": hardware_card("cpu"),
+    facts = {"schema_version": 1, "command": "benchmarks/embedding_windows.py", "hardware": hardware_card("cpu"),
              "embedder": embedder.name, "chunk_tokens": arguments.tokens, "runs": runs}  # fmt: skip
     line = json.dumps(facts)
     print(line)

@@ -1,4 +1,4 @@
-"""`ragblend bench ingest --backend vllm`: chunks prefilled by vLLM itself, and the same chunks ingested, side by side.
+"""Ingestion inside vLLM beside vLLM's own prefill of the same chunks: `python -m benchmarks.ingest_vllm`.
 
 Both are what `ragblend ingest --backend vllm` sends: each chunk behind the same prefix, several on their way at once.
 "prefill" is vLLM's own, batched as it likes, and keeps nothing; "ingest" also takes the KV out and stores it on disk.
@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
 
 from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
 from ragblend.bench.workloads import PREFIX_TOKENS, make_prompts
+from ragblend.cli_support import err, json_object, print_json, quiet_libraries, use_threads
 from ragblend.engine.vllm_answer import INGEST_AT_ONCE
 from ragblend.errors import UsageError
 from ragblend.segments import Chunk, SegmentedPrompt
@@ -53,7 +56,7 @@ def bench_ingest_vllm(
     seed: int = 0,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Tokens per second of both, as the JSON object of the command line. `ingest_over_prefill` is the median ratio.
+    """Tokens per second of both, as one JSON object. `ingest_over_prefill` is the median ratio.
 
     The rounds alternate, after one of each that is not counted. vLLM runs in this process, so `ingest_over_prefill_cpu`
     compares all the work that was done, storing included. `shape` is llama-50m unless a `model` is given.
@@ -95,7 +98,7 @@ def bench_ingest_vllm(
     config = {"shape": shape, "model": model, "chunks": chunks, "chunk_tokens": chunk_tokens, "dtype": dtype}
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": "bench ingest",
+        "command": "benchmarks.ingest_vllm",
         "hardware": vllm_card(),
         "config": {**config, "backend": "vllm", "threads": threads, "repeats": repeats, "seed": seed},
         "model": name,
@@ -130,3 +133,38 @@ def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
 
     with ThreadPoolExecutor(INGEST_AT_ONCE) as pool:
         yield from pool.map(one, chunks)
+
+
+def main(
+    shape: str | None = None,
+    model: str | None = None,
+    chunks: int = 16,
+    chunk_tokens: int = 512,
+    dtype: str = "float32",
+    threads: int = 1,
+    repeats: int = 3,
+    store: Path | None = None,
+    vllm_options: Annotated[str | None, typer.Option(help="A JSON object for vLLM.")] = None,
+    seed: int = 0,
+) -> None:
+    """Tables on stderr, one line of JSON on stdout."""
+    use_threads(threads)
+    quiet_libraries()
+    facts = bench_ingest_vllm(
+        shape=shape,
+        model=model,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        dtype=dtype,
+        threads=threads,
+        repeats=repeats,
+        store=store,
+        vllm_options=json_object(vllm_options, "--vllm-options"),
+        seed=seed,
+        echo=lambda line: err.print(line, markup=False),
+    )
+    print_json(facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragblend.bench.int4 import GROUPS, packed_bytes, rounded
+from benchmarks.int4 import GROUPS, packed_bytes, rounded
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.quantize import NUM_FIRST
 

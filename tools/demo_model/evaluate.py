@@ -11,115 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ragblend.demo.model import DemoModel, load_shipped, rope, rotate
-from ragblend.demo.questions import KINDS, REFERENCE_KINDS, Question, all_questions
-from ragblend.demo.stories import Plan, Story, focus, tell
-from ragblend.demo.tokenizer import (
-    ANSWER,
-    BOS,
-    DOC,
-    EOS,
-    QUESTION,
-    SYSTEM,
-    SYSTEM_TEXTS,
-    build_tokenizer,
-    encode,
-    token_id,
-)
+from ragblend.demo import WEIGHTS
+from ragblend.demo.cases import Case, Setting, make_cases
+from ragblend.demo.questions import REFERENCE_KINDS
+from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.intervals import wilson_interval
-
-
-class Case(NamedTuple):
-    """One held-out question: the prompt's segments as ids (prefix, then chunks), the suffix and the answer's ids.
-
-    `texts` are the chunks and `system` the system text that the segments were made of. `opens_run` says of each chunk
-    whether it can stand without those before it, so that the runs may change places."""
-
-    question: Question
-    segments: list[list[int]]
-    suffix: list[int]
-    answer: list[int]
-    texts: tuple[str, ...] = ()
-    system: str | None = None
-    opens_run: tuple[bool, ...] = ()
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Prefix and chunks."""
-        return sum(map(len, self.segments))
-
-
-class Setting(NamedTuple):
-    """A context: how many chunks, about how many tokens in all, whether a system text stands before them."""
-
-    num_chunks: int = 6
-    num_tokens: int = 200
-    system: bool = False
-
-
-def make_cases(
-    tokenizer: Tokenizer,
-    per_kind: int | Mapping[str, int],
-    setting: Setting,
-    seed: int,
-    kinds: Sequence[str] = KINDS,
-    keep: Callable[[Question], bool] = lambda question: True,
-) -> list[Case]:
-    """`per_kind` questions of every kind, all whose answer other values compete with, at most two from one story.
-
-    A mapping says how many of which kinds; `keep` says which questions may be asked at all."""
-    rng = random.Random(seed)
-    wanted = per_kind if isinstance(per_kind, Mapping) else dict.fromkeys(kinds, per_kind)
-    cases: dict[str, list[Case]] = {kind: [] for kind in wanted}
-    while any(len(found) < wanted[kind] for kind, found in cases.items()):
-        story = tell(rng, story_plan(rng, setting), "test")
-        system = rng.choice(SYSTEM_TEXTS) if setting.system else None
-        segments = _segments(tokenizer, story, system)
-        if not 0.8 < sum(map(len, segments)) / setting.num_tokens < 1.2:
-            continue
-        asked = [q for q in all_questions(rng, story, "test") if q.competing and q.guess < 1 and keep(q)]
-        for kind in wanted:
-            options = [question for question in asked if question.kind == kind]
-            for question in rng.sample(options, min(len(options), 2, wanted[kind] - len(cases[kind]))):
-                suffix = [token_id(tokenizer, QUESTION), *encode(tokenizer, question.text)]
-                suffix.append(token_id(tokenizer, ANSWER))
-                answer = [*encode(tokenizer, question.answer), token_id(tokenizer, EOS)]
-                told = Case(question, segments, suffix, answer, tuple(story.chunks), system, tuple(story.opens_run))
-                cases[kind].append(told)
-    return [case for found in cases.values() for case in found]
-
-
-def story_plan(rng: random.Random, setting: Setting) -> Plan:
-    """A story of about the setting's size whose runs of two or three chunks come in random order."""
-    long = setting.num_tokens > 500
-    per_chunk = setting.num_tokens / setting.num_chunks / (7.8 if long else 9)
-    sentences = (max(1, math.floor(per_chunk * 0.8)), max(1, math.ceil(per_chunk * 1.2)))
-    lengths: list[int] = []
-    while sum(lengths) < setting.num_chunks:
-        lengths.append(min(rng.choice((2, 2, 3)), setting.num_chunks - sum(lengths)))
-    allowed, weights = focus(rng, (2, 3, 4) if long else (1, 2, 2))
-    return Plan(
-        tuple(lengths), sentences, allowed, weights, cross=0.35, inside=0.3, new=0.35, chain=0.8,
-        filler=0.35 if long else 0.05, title=0.3, compound=0.15, plain=0.8,
-    )  # fmt: skip
-
-
-def _segments(tokenizer: Tokenizer, story: Story, system: str | None) -> list[list[int]]:
-    prefix = [token_id(tokenizer, BOS)]
-    if system is not None:
-        prefix += [token_id(tokenizer, SYSTEM), *encode(tokenizer, system)]
-    doc = token_id(tokenizer, DOC)
-    return [prefix, *([doc, *encode(tokenizer, chunk)] for chunk in story.chunks)]
+from tools.demo_model.model import DemoModel, load_shipped, rope, rotate
 
 
 @torch.no_grad()
@@ -216,13 +122,13 @@ def measure(model: DemoModel, tokenizer: Tokenizer, per_kind: int, seed: int = 4
                 f"  guess {row['guess']:.3f}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-    return {"schema_version": 1, "command": "ragblend.demo.evaluate", "seed": seed, "runs": runs}
+    return {"schema_version": 1, "command": "tools.demo_model.evaluate", "seed": seed, "runs": runs}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the shipped model; one JSON object on stdout or in --out."""
     parser = argparse.ArgumentParser(description="Exact match of the demo model, full prefill and full reuse.")
-    parser.add_argument("--weights", type=Path, default=Path(__file__).parent / "weights")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--per-kind", type=int, default=150, help="questions of each kind at 6 chunks, 200 tokens")
     parser.add_argument("--seed", type=int, default=4242)
     parser.add_argument("--out", type=Path)

@@ -1,6 +1,6 @@
 """Write a trained model the way users load it: safetensors, tokenizer, chat template, prompt format and model card.
 
-`python -m ragblend.demo.export --checkpoint runs/demo/checkpoint.pt --out ragblend/demo/weights`
+`python -m tools.demo_model.export --checkpoint runs/demo/checkpoint.pt --out ragblend/demo/weights`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragblend.demo.model import DemoModel, ModelConfig, to_hugging_face
+from ragblend.demo import WEIGHTS
 from ragblend.demo.tokenizer import (
     ANSWER,
     BOS,
@@ -28,8 +28,7 @@ from ragblend.demo.tokenizer import (
     token_id,
 )
 from ragblend.engine.transformers_model import CHECKSUMS
-
-WEIGHTS = Path(__file__).parent / "weights"
+from tools.demo_model.model import DemoModel, ModelConfig, to_hugging_face
 
 PROMPT_FORMAT = {
     "prefix": BOS,

@@ -4,7 +4,7 @@ Three subjects. Questions over held-out stories for the demo model, where right 
 small; prompts of random tokens for a real shape with random weights, where heads are not but answers mean nothing; and
 one such prompt from disk, for times. The yardstick of rounding is the bf16 noise floor: how far full prefill in
 bfloat16 is from full prefill in float32.
-Read `bench_dtypes` first; `dtypes_answers` measures rounding, `int4` has the four bits.
+Read `bench_dtypes` first; `kv_dtypes_answers` measures rounding, `int4` has the four bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, process_time
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
-from ragblend.bench.dtypes_answers import (
+from benchmarks.int4 import GROUPS
+from benchmarks.kv_dtypes_answers import (
     AUTO,
     STORE_BYTES,
     AnswersRun,
@@ -35,7 +37,6 @@ from ragblend.bench.dtypes_answers import (
     show_answers,
 )
 from ragblend.bench.hardware import card_lines, hardware_card
-from ragblend.bench.int4 import GROUPS
 from ragblend.bench.quality_cases import make_items
 from ragblend.bench.quality_runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
 from ragblend.bench.ttft import threads
@@ -47,7 +48,8 @@ from ragblend.bench.workloads import (
     random_model,
     synthetic_segmenter,
 )
-from ragblend.demo.evaluate import Setting
+from ragblend.cli_support import err, quiet_libraries, split_names, use_threads
+from ragblend.demo.cases import Setting
 from ragblend.engine import load_engine, open_store
 from ragblend.engine.generation import Request
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
@@ -156,7 +158,7 @@ class TimedRun:
 
 
 def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """`ragblend bench dtypes`: card and tables to `echo`, JSON to `out`; returns the JSON object."""
+    """Card and tables to `echo`, JSON to `out`; returns the JSON object."""
     with threads(config.threads):
         card = hardware_card()
         for line in (*card_lines(card), ""):
@@ -168,7 +170,7 @@ def bench_dtypes(config: DtypesConfig, out: Path | None, echo: Callable[[str], N
             runs += time_shape(config, echo) if config.repeats else []
     facts = {
         "schema_version": SCHEMA_VERSION,
-        "command": "bench dtypes",
+        "command": "benchmarks.kv_dtypes",
         "hardware": card,
         "config": asdict(config),
         "sizes": [asdict(size) for size in sizes],
@@ -395,3 +397,49 @@ def _show_timed(config: DtypesConfig, runs: Sequence[TimedRun], echo: Callable[[
             f"{run.load_s:>8.3f}{run.stall_s:>7.3f}{run.kl_to_as_computed:>9.1e}"
         )
     echo("")
+
+
+def main(
+    kv_dtypes: Annotated[str, typer.Option(help="Comma-separated: int8, fp8.")] = "int8,fp8",
+    questions: Annotated[int, typer.Option(help="Of the demo model; 0 leaves it out.")] = 210,
+    context_tokens: Annotated[int, typer.Option(help="Of their prefix and chunks, about.")] = 256,
+    shape: Annotated[str, typer.Option(help="Random weights for bytes and times; '' for none.")] = "llama-200m",
+    prompts: Annotated[int, typer.Option(help="Of the shape, for what rounding does to the first token; slow.")] = 0,
+    dtypes: Annotated[str, typer.Option(help="That the shape is timed in.")] = "float32",
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    question_tokens: int = 32,
+    ratio: float = 0.15,
+    rule: str = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs per store and mode; 0 for none.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default is torch's choice.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file, data/results/kv-dtypes.json; - for none.")] = None,
+    seed: int = 0,
+) -> None:
+    """KV stored as computed, as int8 and as fp8: bytes, TTFT from disk, and what rounding does to the first token.
+
+    Four bits are measured beside them, but cannot be stored.
+    """
+    use_threads(threads)
+    quiet_libraries()
+    config = DtypesConfig(
+        kv_dtypes=tuple(split_names(kv_dtypes)),
+        num_questions=questions,
+        context_tokens=context_tokens,
+        shape=shape or None,
+        num_prompts=prompts,
+        dtypes=tuple(split_names(dtypes)),
+        num_chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratio=ratio,
+        rule=rule,
+        repeats=repeats,
+        threads=threads,
+        seed=seed,
+    )
+    bench_dtypes(config, out, lambda line: err.print(line, markup=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

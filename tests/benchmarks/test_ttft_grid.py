@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.bench.ttft import TtftConfig, bench_ttft
-from ragblend.bench.ttft_grid import growth, power, run_grid, table_lines
+from benchmarks.ttft_grid import bench_grid, growth, power, run_grid, table_lines
+from ragblend.bench.ttft import TtftConfig
 from ragblend.errors import UsageError
 
 SMALL: dict[str, Any] = {
@@ -20,14 +21,15 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def facts(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    arguments = {
-        "shape": "tiny", "model": None, "chunks": [2, 3], "chunk_tokens": [10, 20], "question_tokens": 5,
-        "ratio": 0.15, "modes": ["full", "blend"], "rules": ["first_k"], "dtype": "float32", "threads": 1,
-        "repeats": 1, "questions": 1, "tier": "memory", "store": None, "plot": None, "seed": 0, "device": "cpu",
-        "echo": lambda line: None,
-    }  # fmt: skip
-    return bench_ttft(**{**arguments, **changes})
+def facts(
+    chunks: tuple[int, ...] = (2, 3),
+    chunk_tokens: tuple[int, ...] = (10, 20),
+    plot: Path | None = None,
+    echo: Callable[[str], None] = lambda line: None,
+    **changes: Any,
+) -> dict[str, Any]:
+    config = TtftConfig(**{**SMALL, "modes": ("full", "blend"), **changes})
+    return bench_grid(config, chunks, chunk_tokens, plot, echo)
 
 
 def test_every_pair_is_measured_beside_its_own_full_prefill() -> None:
@@ -71,10 +73,10 @@ def test_a_power_law_is_found_again(exponent: float, factor: float, tokens: list
 
 def test_the_json_object_has_flat_runs_and_no_path(tmp_path: Path) -> None:
     lines: list[str] = []
-    found = facts(tmp_path, tier="disk", store=tmp_path / "kv", echo=lines.append)
+    found = facts(tier="disk", store=tmp_path / "kv", echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert (found["command"], found["config"]["num_chunks"], found["config"]["chunk_tokens"]) == (
-        "bench ttft", [2, 3], [10, 20]
+        "benchmarks.ttft_grid", [2, 3], [10, 20]
     )  # fmt: skip
     assert len(found["runs"]) == 8
     keys = {"num_chunks", "chunk_tokens", "prompt_tokens", "mode", "ttft_s", "speedup", "efficiency", "rss_over_full"}
@@ -83,25 +85,19 @@ def test_the_json_object_has_flat_runs_and_no_path(tmp_path: Path) -> None:
     assert any("grows with tokens" in line for line in lines)
 
 
-def test_one_number_of_each_is_no_grid(tmp_path: Path) -> None:
-    found = facts(tmp_path, chunks=[2], chunk_tokens=10, modes=["blend"])
-    assert "growth" not in found
-    assert found["config"]["num_chunks"] == 2
-
-
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    facts(tmp_path, chunk_tokens=10, plot=tmp_path / "grid.png")
+    facts(chunk_tokens=(10,), plot=tmp_path / "grid.png")
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("change", [{"chunks": []}, {"chunks": [2, 0]}, {"chunk_tokens": [10, -1]}])
+@pytest.mark.parametrize("change", [{"chunks": ()}, {"chunks": (2, 0)}, {"chunk_tokens": (10, -1)}])
 def test_a_point_out_of_range_is_refused_before_anything_is_run(
-    tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragblend.bench.ttft_grid.run_ttft", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("benchmarks.ttft_grid.run_ttft", lambda *_: pytest.fail("measured first"))
     with pytest.raises(UsageError):
-        facts(tmp_path, **change)
+        facts(**change)
 
 
 def test_without_full_prefill_there_is_nothing_to_stand_beside() -> None:

@@ -1,6 +1,6 @@
 """The model card and the training curve, written from what was measured: nothing in them is typed by hand twice.
 
-`python -m ragblend.demo.card --results data/results/demo-model.json --notes NOTES.json`
+`python -m tools.demo_model.card --results data/results/demo-model.json --notes NOTES.json`
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragblend.demo.export import WEIGHTS
-from ragblend.demo.model import load_shipped, num_parameters
+from ragblend.demo import WEIGHTS
+from tools.demo_model.model import load_shipped, num_parameters
 
 FRONT = """---
 license: apache-2.0
@@ -56,9 +56,9 @@ seen; a test proves the split (tests/demo/test_world.py).
 
 {history}
 
-`python -m ragblend.demo.train --out runs/demo` trains end to end from a structured random start (stages: pairs, short
-stories, longer ones, two hops, comparisons of years, far positions, long contexts). The shipped weights were **not**
-made by that one command: {warm}
+`python -m tools.demo_model.train --out runs/demo` trains end to end from a structured random start (stages: pairs,
+short stories, longer ones, two hops, comparisons of years, far positions, long contexts). The shipped weights were
+**not** made by that one command: {warm}
 """
 
 LIMITS = """## Limits
@@ -99,7 +99,7 @@ def write_card(results: dict[str, Any], notes: dict[str, str], out: Path) -> Non
         shape,
         RECIPE.format(**notes),
         "## Scores\n\nGreedy exact match on held-out questions (answer and end token), float32, "
-        "`python -m ragblend.demo.evaluate`. Full reuse: every chunk's KV computed behind the prefix alone.\n",
+        "`python -m tools.demo_model.evaluate`. Full reuse: every chunk's KV computed behind the prefix alone.\n",
         scores_table(results["runs"]),
         LIMITS.format(**notes),
     ]
