@@ -233,7 +233,7 @@ def main() -> None:
             records |= {c._replace(rule=name): found for c, found in shifted.items() if c.mode == "blend"}
             names.append(name)
         facts = {
-            "command": shlex.join(["python", "scripts/selection_experiments.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.selection_experiments", *sys.argv[1:]]),
             "hardware": hardware_card(engine.layers.device),
             "model": engine.name,
             "runs": [row.as_dict() for c, found in records.items() for row in rows_of(c, found) if row.kind in GROUPS],

@@ -28,7 +28,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-ATTENTION_WEIGHT = 0.1  # of `repair`; measured by scripts/selection_experiments.py, as the rule's candidates are
+ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 # Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json). Its candidates
-# were chosen, and others tried in its place, on questions of another part (`scripts/selection_experiments.py`): spans,
+# were chosen, and others tried in its place, on questions of another part (`benchmarks/selection_experiments.py`): spans,
 # forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are not
 # recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
 # Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.

@@ -1,6 +1,6 @@
 """What a store key costs: put, get and verify of one chunk's KV on disk, with a key and without.
 
-    python -m ragblend.bench.signing --out data/results/store-signing.json
+    python -m benchmarks.signing --out data/results/store-signing.json
 
 KV is random, of the shape of `llama-200m` in float32 by default. Reads come from the page cache, so a disk hides
 nothing; `--dir` says where. Pairs are measured in turn and the median of each is kept.
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
         runs = measure(kv, Path(directory), options.repeats)
     facts = {
         "schema_version": 1,
-        "command": f"python -m ragblend.bench.signing --tokens {options.tokens} --layers {options.layers} "
+        "command": f"python -m benchmarks.signing --tokens {options.tokens} --layers {options.layers} "
         f"--heads {options.heads} --dim {options.dim} --dtype {options.dtype} --repeats {options.repeats}",
         "hardware": hardware_card(),
         "chunk_bytes": kv.nbytes,
