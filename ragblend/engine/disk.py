@@ -14,7 +14,6 @@ prompts or other tiers.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -27,13 +26,15 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
-from ragblend.engine.directory import Directory, unlink
+from ragblend.engine.directory import Directory, remove_file, unlink
 from ragblend.engine.eviction import Policy
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
-from ragblend.engine.profile import PROFILES_DIR, Profile
+from ragblend.engine.profile import PROFILES_DIR, Profile, parse_profile
 from ragblend.engine.protocols import StoreCounters
 from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
-from ragblend.errors import NotFoundError, UsageError
+from ragblend.engine.sealed import seal, unseal
+from ragblend.engine.sizes import format_bytes
+from ragblend.errors import CorruptError, NotFoundError, StoreNotWritableError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -185,12 +186,15 @@ class DiskStore:
                     yield header
 
     def delete(self, key: str) -> bool:
-        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed."""
+        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed.
+
+        Raises StoreNotWritableError when it is there and cannot be removed.
+        """
         try:
             path = self._path(key)
         except UsageError:
             return False
-        removed = [unlink(path), unlink(path.with_suffix(DAMAGED_SUFFIX))]
+        removed = [remove_file(path), remove_file(path.with_suffix(DAMAGED_SUFFIX))]
         self._room.gone(key)
         return any(removed)
 
@@ -244,9 +248,13 @@ class DiskStore:
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        return self._path(key).exists()
+
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
-        return sum(unlink(path) for path, _ in self._directory.leftovers())
+        return self._directory.clean()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -254,13 +262,14 @@ class DiskStore:
         """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
 
         max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports.
+        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read, and
+        StoreNotWritableError when not everything could be removed.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
         leftovers, quarantined = list(self._directory.leftovers()), list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
-        pinned = self.pinned_keys()
+        pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
         unwanted = {path for path, _ in entries if keep is not None and not keep(path.stem)}
         kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
@@ -272,69 +281,105 @@ class DiskStore:
                 kept_bytes -= stat.st_size
             evicted.append((path, stat))
         doomed = leftovers + quarantined + evicted
-        if not dry_run:
-            for path, _ in doomed:
-                unlink(path)
-            self._room.changed()
-            self._count(num_evicted=len(evicted))
         freed_bytes = sum(stat.st_size for _, stat in doomed)
+        if not dry_run:
+            self._remove(doomed)
+            self._count(num_evicted=len(evicted))
         keys = tuple(path.stem for path, _ in evicted)
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
+
+    def _remove(self, doomed: Sequence[tuple[Path, os.stat_result]]) -> None:
+        """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
+        failure, num_kept, kept_bytes = "", 0, 0
+        for path, stat in doomed:
+            try:
+                remove_file(path)  # one that is gone already is what was wanted
+            except StoreNotWritableError as error:
+                failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
+        self._room.changed()
+        if num_kept:
+            freed_bytes = sum(stat.st_size for _, stat in doomed) - kept_bytes
+            raise StoreNotWritableError(
+                f"{num_kept} of {len(doomed)} files could not be removed, {format_bytes(freed_bytes)} were freed and "
+                f"{format_bytes(kept_bytes)} were not. {failure}"
+            )
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
 
         Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
         """
-        data = json.dumps({"document": document, "keys": sorted(set(keys))}, indent=1).encode() + b"\n"
-        self._directory.replace(self._pin_path(document), len(data), lambda stream: stream.write(data))
+        self._put_note(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
-        path = self._pin_path(document)
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise self._directory.write_error(error, path) from error
-        return True
+        return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
         """Keys of pinned documents; an unreadable note is skipped with a warning."""
-        found: dict[str, tuple[str, ...]] = {}
-        for path in sorted((self.root / PINS_DIR).glob("[!.]*.json")):
-            try:
-                note = json.loads(path.read_bytes())
-                found[str(note["document"])] = tuple(str(key) for key in note["keys"])
-            except FileNotFoundError:
-                continue  # unpinned meanwhile
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                log.warning("pin %s is skipped: %s", path, error)
-        return found
+        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in self._notes(PINS_DIR, log.warning)}
 
     def pinned_keys(self) -> frozenset[str]:
-        """Keys of all pinned documents."""
-        return frozenset(key for keys in self.pins().values() for key in keys)
+        """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
+        damaged: list[str] = []
+        notes = [note for _, note in self._notes(PINS_DIR, lambda *said: damaged.append(said[0] % said[1:]))]
+        if damaged:
+            raise CorruptError(
+                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
+                f"--repair --store {self.root}"
+            )
+        return frozenset(str(key) for note in notes for key in note["keys"])
+
+    def is_pin_of(self, path: Path, document: str) -> bool:
+        """Whether `path` is where the pin of `document` is noted."""
+        return path == self._pin_path(document)
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
-        path = self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
-        data = json.dumps(dict(facts), indent=2, sort_keys=True).encode() + b"\n"
+        self._put_note(self._model_path(fingerprint), facts)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
+        return {path.stem: note for path, note in self._notes(MODELS_DIR, log.warning)}
+
+    def knows_model(self, fingerprint: str) -> bool:
+        """Whether it was noted, readably or not, that this store holds KV of that model."""
+        return self._model_path(fingerprint).exists()
+
+    def damaged_notes(self) -> dict[Path, str]:
+        """The pins, descriptors of models and profiles that are not what was written, and why."""
+        found: dict[Path, str] = {}
+        for folder in (PINS_DIR, MODELS_DIR):
+            for _ in self._notes(folder, lambda _, path, error: found.__setitem__(path, str(error))):
+                pass
+        for path in sorted((self.root / PROFILES_DIR).glob("[!.]*.json")):
+            try:
+                if parse_profile(path.read_bytes()).filename != path.name:
+                    found[path] = "it was made for something else"
+            except FileNotFoundError:
+                continue
+            except (OSError, UsageError) as error:
+                found[path] = str(error)
+        return found
+
+    def _notes(
+        self, folder: str, complain: Callable[[str, Path, Exception], object]
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The notes of one kind; of those that cannot be read `complain` is told."""
+        for path in sorted((self.root / folder).glob("[!.]*.json")):
+            try:
+                yield path, unseal(path.read_bytes(), f"{folder}/{path.name}")
+            except FileNotFoundError:
+                continue  # gone meanwhile
+            except (OSError, ValueError) as error:
+                complain("%s is damaged (%s)", path, error)
+
+    def _put_note(self, path: Path, facts: Mapping[str, Any]) -> None:
+        data = seal(facts, f"{path.parent.name}/{path.name}")
         with suppress(OSError):
             if path.read_bytes() == data:
                 return
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
-
-    def models(self) -> dict[str, dict[str, Any]]:
-        """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
-        found: dict[str, dict[str, Any]] = {}
-        for path in sorted((self.root / MODELS_DIR).glob("[!.]*.json")):
-            try:
-                found[path.stem] = dict(json.loads(path.read_bytes()))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("model descriptor %s is skipped: %s", path, error)
-        return found
 
     def put_profile(self, profile: Profile) -> Path:
         """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
@@ -356,6 +401,9 @@ class DiskStore:
 
     def _pin_path(self, document: str) -> Path:
         return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
+
+    def _model_path(self, fingerprint: str) -> Path:
+        return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
 
     def _path(self, key: str) -> Path:
         return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"

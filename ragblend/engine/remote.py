@@ -91,6 +91,11 @@ class RemoteStore:
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
 
     @property
+    def url(self) -> str:
+        """Of the other side, without its password."""
+        return self.values.url
+
+    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
         self._counters.num_dropped = self._queue.num_dropped
