@@ -1,8 +1,10 @@
 """Documents, chunks and vectors in one SQLite file: the truth behind an index. Knows nothing of search or embedders.
 
-A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
-is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not forgotten.
-Every row carries a checksum that is looked at whenever it is read; SQLite's errors leave here as ours, with the way out.
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer
+has is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not
+forgotten.
+Every row carries a checksum that is looked at whenever it is read; SQLite's errors leave here as ours, with the way
+out.
 """
 
 from __future__ import annotations
@@ -319,7 +321,7 @@ class ChunkDatabase:
             self._put("meta", ("facts", written))
 
     def doom(self, entries: Iterable[Doomed], last_id: int) -> None:
-        """Note which entries are to go, in place of the leftovers up to this id, whose texts are forgotten with that."""
+        """Note which entries are to go, in place of the leftovers up to this id, whose texts are forgotten."""
         with self.writing():
             for entry in entries:
                 self._put("doomed", entry)

@@ -42,7 +42,8 @@ CHECKED = {
     "meta": "key, value",
     "files": "path, version, top",
     "documents": "id, source, file, content_hash, status",
-    "chunks": 'id, chunk_id, document, ordinal, start, "end", text, metadata, num_tokens, vector, generation, text_hash',
+    "chunks": "id, chunk_id, document, ordinal, start, "
+    '"end", text, metadata, num_tokens, vector, generation, text_hash',
     "leftovers": "id, source, text, behind",
     "doomed": "key, place, source, text_hash, behind_hash",
 }

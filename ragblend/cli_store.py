@@ -163,20 +163,25 @@ def verify(
     from ragblend.maintenance import verify_store
 
     report = verify_store(settings.store, settings.index)
-    if repair and (report.damaged or report.index_problems):
+    if repair and report.is_bad:
         from ragblend.maintenance import repair_store
 
         with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
-    lines += [f"  {key}: {reason}" for key, reason in report.damaged.items()]
+    if report.missing:
+        lines[0] += f", {len(report.missing)} missing"
+    lines += [f"  {key}: {reason}" for key, reason in (*report.damaged.items(), *report.missing.items())]
+    lines += [f"  {settings.store}/{place}: {reason}" for place, reason in report.damaged_files.items()]
     lines += [f"  index: {problem}" for problem in report.index_problems]
+    if report.num_without_kv:
+        lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
     if repair:
-        lines.append(f"{report.num_repaired} recomputed")
+        lines += [f"{report.num_repaired} recomputed", *report.dropped, *report.unrepaired]
     elif report.is_bad:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)
-    if report.is_bad and not repair:
+    if report.unrepaired or (report.is_bad and not repair):
         raise typer.Exit(EXIT_CORRUPT)
 
 

@@ -62,7 +62,7 @@ def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkReg
             engine.store.unpin(source)
     places = _places(engine)
     doomed = []
-    for key, lost in doomed_keys(gone, engine, left.pairs, everywhere=True):
+    for key, lost in doomed_keys(gone, engine, left.pairs, everywhere=True).items():
         behind = text_hash(lost.behind) if lost.behind else b""
         source = left.source_of.get(lost.text, "")
         doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
@@ -82,7 +82,8 @@ def _carry_out(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tu
             with index.holding(), registry.holding() as is_registered:
                 try:
                     for entry in batch:
-                        wanted = not index.is_doomed(entry) or (not entry.behind_hash and is_registered(entry.text_hash))
+                        is_held = not entry.behind_hash and is_registered(entry.text_hash)
+                        wanted = is_held or not index.is_doomed(entry)
                         if not wanted and delete(entry.key):
                             gone.add(entry.key)
                         done.append(entry)

@@ -8,7 +8,6 @@ Knows vectors and chunks, nothing about prompts, KV or models. Read `search` fir
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 import time
@@ -209,6 +208,11 @@ class ChunkIndex:
                 rows = self._db.rows_of(name)
             yield from (row.chunk() for row in rows)
 
+    def texts_since(self, generation: int) -> list[str]:
+        """The texts of chunks that were added after the manifest had that generation."""
+        with self._db.reading():
+            return [row.text for row in self._db.rows("id", self._db.ids(newer_than=generation).tolist())]
+
     def texts(self) -> Iterator[tuple[str, str]]:
         """(chunk id, text) of every chunk, for finding chunks verbatim in a prompt."""
         return ((chunk.id, chunk.text) for chunk in self.chunks())
@@ -334,8 +338,8 @@ class ChunkIndex:
             lost = stored.generation - self._db.generation()
         if lost > 0:
             problems.append(
-                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, or "
-                "an older copy was put back. Ingest the documents again"
+                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
+                "or an older copy was put back. Ingest the documents again"
             )
         return problems
 

@@ -163,7 +163,7 @@ def precompute_chunks(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    note: Callable[[], None] | None = None,
+    note: Callable[[], object] | None = None,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
 

@@ -298,7 +298,7 @@ def remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
                 f"{remote.values.url} did not take {len(keys)} chunks in {_REMOTE_TIMEOUT_S:.0f} s"
             )
         start_s = perf_counter()
-        remote.fetch_ahead(keys)
+        remote.start(keys)
         read_speed(remote, keys)
         return sum(kv.nbytes for kv in chunks) / (perf_counter() - start_s)
     finally:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from ragblend.engine.directory import refusal
+from ragblend.engine.directory import refusal, remove_file
 from ragblend.errors import StoreMismatchError
 from ragblend.sqlitefile import connect, row_checksum, translated, truncate_log
 
@@ -454,8 +454,8 @@ class ChunkRegistry:
             self._texts, self._index = {}, TextIndex()
             rows = connection.execute(newer, (-1,)).fetchall()
         if damaged := sum(not is_sound for _, _, is_sound in rows):
-            logger.warning("%d texts in %s are not what was written and match nothing; mend it: ragblend verify --repair",
-                           damaged, self.path)  # fmt: skip
+            logger.warning("%d texts in %s are not what was written and match nothing; mend it: ragblend verify "
+                           "--repair", damaged, self.path)  # fmt: skip
         self._remember(text for _, text, _ in rows)
         self._last_id = max([self._last_id, *(row_id for row_id, _, _ in rows)])
 
@@ -518,6 +518,12 @@ def _translated(path: Path) -> Iterator[None]:
 
 _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
 _IN_MEMORY_LOCK = threading.Lock()
+
+
+def drop_registry(root: Path) -> None:
+    """Remove the registry in a store's directory: damaged beyond reading, it is made anew by whoever adds texts."""
+    for suffix in ("-wal", "-shm", ""):
+        remove_file(root / f"{REGISTRY_FILE}{suffix}")
 
 
 def registry_of(store: Any) -> ChunkRegistry:

@@ -79,7 +79,8 @@ def translated(path: Path, way_out: str) -> Iterator[None]:
     except sqlite3.ProgrammingError:
         raise  # used after close: a bug in the caller
     except sqlite3.IntegrityError as error:
-        raise RagblendError(f"{path.parent}: two rows share one id ({error}); nothing was written, report it") from error
+        what = f"{path.parent}: two rows share one id ({error}); nothing was written, report it"
+        raise RagblendError(what) from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
         raise _translation(error, path, way_out) from error
     except OSError as error:
@@ -102,8 +103,8 @@ def _translation(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, 
         if code in _REFUSED:
             return StoreNotWritableError(f"cannot open or write {path.parent} ({error}); check its permissions")
         return RagblendError(
-            f"{path} cannot be read or written ({error}): the disk, or what it is connected by, fails, and nothing says "
-            "that the file is damaged. Look at the system's log (dmesg), and try again"
+            f"{path} cannot be read or written ({error}): the disk, or what it is connected by, fails, and nothing "
+            "says that the file is damaged. Look at the system's log (dmesg), and try again"
         )
     return CorruptError(f"{path} is damaged ({error}). {way_out}")
 

@@ -1,5 +1,5 @@
-"""Commands of ours by the hundred: one process imports everything and forks a child for each, so that a kill, a full disk
-or a mutated file costs a fraction of a second and not an import.
+"""Commands of ours by the hundred: one process imports everything and forks a child for each, so that a kill, a full
+disk or a mutated file costs a fraction of a second and not an import.
 
     with Commands() as commands:
         done = commands.run("verify", "--store", "kv", cwd=place, kill=Kill(after=3, delay_s=0.002))
@@ -124,7 +124,8 @@ for line in sys.stdin:
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    print(json.dumps({"code": code, "count": count, "elapsed_s": time.monotonic() - start_s, "killed": killed}), flush=True)
+    elapsed_s = time.monotonic() - start_s
+    print(json.dumps({"code": code, "count": count, "elapsed_s": elapsed_s, "killed": killed}), flush=True)
 """
 
 
@@ -181,7 +182,7 @@ class Commands:
         timeout_s: float = 120.0,
         out: Path | None = None,
     ) -> Done:
-        """`ragblend ARGV` in the folder `cwd`, or a Python script that finds `argv`. Ends when it does, or is killed."""
+        """`ragblend ARGV` in the folder `cwd`, or a Python script that finds `argv`, until it ends or is killed."""
         out, err = out or self._place / "out", self._place / "err"
         order = {
             "argv": [os.fspath(each) for each in argv],

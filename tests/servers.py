@@ -6,15 +6,18 @@ A test that needs one which is not installed is skipped with the command that in
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 import pytest
@@ -120,11 +123,12 @@ class TcpProxy:
     """Forwards a loopback port to another, unless `mode` says what to do instead.
 
     pass; delay (`delay_s` before each reply); hang (take everything, answer nothing); drip (one byte a time, 20 ms
-    apart); refuse (close at once); error (an HTTP 500 to every request); cut (close after `cut_after` bytes of reply).
+    apart); refuse (close at once); error (an HTTP 500 to every request); cut (close after `cut_after` bytes of reply);
+    announce (a Redis value is said to have `announced` bytes); corrupt (a bit of every reply is another).
     """
 
     def __init__(self, target_port: int) -> None:
-        self.mode, self.delay_s, self.cut_after = "pass", 0.0, 0
+        self.mode, self.delay_s, self.cut_after, self.announced = "pass", 0.0, 0, 0
         self.num_connections = 0
         self._target = ("127.0.0.1", target_port)
         self._open: list[socket.socket] = []
@@ -183,9 +187,56 @@ class TcpProxy:
                 if sent >= self.cut_after:
                     client.shutdown(socket.SHUT_RDWR)
                     return
+            elif self.mode == "announce":
+                client.sendall(re.sub(rb"\$\d+\r\n", b"$%d\r\n" % self.announced, data, count=1))
+            elif self.mode == "corrupt":
+                place = random.randrange(len(data))
+                client.sendall(data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :])
             elif self.mode == "drip":
                 for index in range(len(data)):
                     client.sendall(data[index : index + 1])
                     time.sleep(0.02)
             else:
                 client.sendall(data)
+
+
+class TalkingServer:
+    """Says to every request what `reply` yields for its words, until the client goes away.
+
+    The words are those of a Redis command, or of the first line of an HTTP request.
+    """
+
+    def __init__(self, reply: Callable[[list[bytes]], Iterable[bytes]], *, speaks_http: bool = False) -> None:
+        self.num_requests = 0
+        self._reply, self._speaks_http = reply, speaks_http
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError), client, client.makefile("rb") as stream:
+            while words := self._request(stream):
+                self.num_requests += 1
+                for part in self._reply(words):
+                    client.sendall(part)
+
+    def _request(self, stream: BinaryIO) -> list[bytes]:
+        first = stream.readline()
+        if not self._speaks_http:
+            return [stream.read(int(stream.readline()[1:]) + 2)[:-2] for _ in range(int(first[1:] or 0))]
+        while stream.readline().strip():
+            pass
+        return first.split()

@@ -331,25 +331,6 @@ def test_unreadable_files_are_named_with_a_reason(tmp_path, name, content, reaso
         read(tmp_path, name, content)
 
 
-def test_one_bad_json_line_is_skipped_and_named_by_its_line_and_the_others_keep_their_numbers(tmp_path):
-    lines = ['"first"', "", '{"text": "cut', '{"title": "no text"}', '["a list"]', '"last\u2028line"']
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
-    found = list(iter_documents([tmp_path / "a.jsonl"], root=tmp_path))
-    documents = [item for item in found if isinstance(item, Document)]
-    assert [(item.source, item.text) for item in documents] == [("a.jsonl#0", "first"), ("a.jsonl#4", "last\u2028line")]
-    reasons = [item.reason for item in found if isinstance(item, ReadFailure)]
-    assert [reason.split(" is skipped")[0] for reason in reasons] == ["line 3", "line 4", "line 5"]
-    assert "not JSON" in reasons[0]
-    assert "one of text, content" in reasons[1]
-
-
-def test_a_json_lines_file_of_another_kind_is_named_in_a_few_lines(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"title": "no text"}\n' * 5000)
-    found = list(iter_documents([tmp_path / "a.jsonl"], root=tmp_path))
-    assert len(found) == 11
-    assert found[-1] == ReadFailure("a.jsonl", "4990 more lines are skipped, most likely for the same reason")
-
-
 @given(data=st.binary(min_size=64, max_size=512))
 @settings(max_examples=60)
 def test_random_bytes_never_crash_the_reader(tmp_path_factory, data):

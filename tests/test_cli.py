@@ -480,7 +480,7 @@ def test_one_bad_json_line_costs_that_line_and_the_exit_code_says_partial(run, t
     (tmp_path / "docs.jsonl").write_text('"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n')
     code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
     assert code == 6
-    assert re.search(r"not read: .*docs\.jsonl: line 2 is skipped", out)
+    assert re.search(r"not read: .*docs\.jsonl: .* left out: line 2 is not JSON", out)
     assert "2 documents (0 unchanged), 2 chunks" in out
 
 

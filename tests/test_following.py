@@ -16,7 +16,7 @@ import pytest
 
 from ragblend import Chunk, following, load_engine
 from ragblend.chunker import adapt_splitter
-from ragblend.embedders import HashingEmbedder
+from ragblend.embedders import HashingEmbedder, embedder_version
 from ragblend.engine.disk import DiskStore
 from ragblend.errors import (
     BackendUnreachableError,
@@ -629,6 +629,8 @@ def test_the_embedder_is_the_indexs_own_and_another_is_refused(tmp_path, monkeyp
 
 def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):
     class Local(HashingEmbedder):
+        version = embedder_version("a folder")
+
         def __init__(self, name: str) -> None:
             super().__init__(16)
             self.name = name

@@ -71,7 +71,4 @@ class DictValues:
     def ping(self) -> None:
         self._ask("ping")
 
-    def abort(self) -> None:
-        self.calls.append("abort")
-
     def close(self) -> None: ...

@@ -333,7 +333,7 @@ def register_model(path: Path, fingerprint: str, facts: dict[str, str | int], ne
     models = disk.models()
     if fingerprint in models:
         return
-    if models and not new_model:
+    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "

@@ -16,9 +16,10 @@ State = Literal["closed", "open", "half-open"]
 class CircuitBreaker:
     """Closed: everything passes. Open: nothing does, for a pause. Half-open: one probe is out. Thread-safe.
 
-    `threshold` failures in a row open it for `pause_s` seconds; each further failure doubles the pause, up to
-    `max_pause_s`. A probe that succeeds closes it again, but only a real success forgets how long the pause was: a
-    server that answers pings and fails everything else is left alone for longer and longer.
+    What takes longer than it may is a failure too. `threshold` failures in a row open it for `pause_s` seconds; each
+    further failure doubles the pause, up to `max_pause_s`. A probe that succeeds closes it again, but only a real
+    success forgets how long the pause was: a server that answers pings and fails everything else is left alone for
+    longer and longer.
     """
 
     def __init__(
@@ -71,8 +72,14 @@ class CircuitBreaker:
             if self._state == "closed":  # one that was sent before it opened proves nothing about now
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
+    def wrote(self) -> None:
+        """A write came back: that says nothing about reads, whose failures stay counted."""
+        with self._lock:
+            if self._state == "closed" and not self._num_failures:
+                self._pause_s = self._first_pause_s
+
     def failed(self) -> None:
-        """A request or the probe failed."""
+        """A request or the probe failed, or took too long."""
         with self._lock:
             self._num_failures += 1
             if self._state == "open" or (self._state == "closed" and self._num_failures < self._threshold):

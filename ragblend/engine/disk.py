@@ -14,11 +14,12 @@ prompts or other tiers.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from ragblend.engine.eviction import Policy
 from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
 from ragblend.engine.profile import PROFILES_DIR, Profile, parse_profile
 from ragblend.engine.protocols import StoreCounters
-from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
+from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
 from ragblend.engine.sealed import seal, unseal
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import CorruptError, NotFoundError, StoreNotWritableError, UsageError
@@ -248,22 +249,39 @@ class DiskStore:
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
 
-    def holds(self, key: str) -> bool:
-        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
-        return self._path(key).exists()
+    def holds(self, key: str, *, damaged: bool = False) -> bool:
+        """Whether there is a file for the key, whatever is in it; with `damaged` also one that was set aside."""
+        path = self._path(key)
+        return path.exists() or (damaged and path.with_suffix(DAMAGED_SUFFIX).exists())
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        return (self.root / EVICTED_MARK).exists()
+
+    def drop_damaged(self, key: str) -> None:
+        """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
+        if self.contains(key):
+            remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
+        else:
+            self.delete(key)
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
         return self._directory.clean()
 
     def gc(
-        self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
+        self,
+        max_bytes: int | None = None,
+        keep: Callable[[str], bool] | None = None,
+        dry_run: bool = False,
+        leaving: Callable[[Sequence[str]], object] = lambda keys: None,
     ) -> GcResult:
         """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
 
         max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read, and
-        StoreNotWritableError when not everything could be removed.
+        whatever it is. `dry_run` only reports. `leaving` is told of the keys before they go. Raises CorruptError, with
+        nothing evicted, when a pin cannot be read, and StoreNotWritableError when not everything could be removed.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -282,11 +300,22 @@ class DiskStore:
             evicted.append((path, stat))
         doomed = leftovers + quarantined + evicted
         freed_bytes = sum(stat.st_size for _, stat in doomed)
+        keys = tuple(path.stem for path, _ in evicted)
         if not dry_run:
+            if keys:
+                leaving(keys)
             self._remove(doomed)
             self._count(num_evicted=len(evicted))
-        keys = tuple(path.stem for path, _ in evicted)
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
+        found = []
+        for path in map(self._path, keys):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+        self._remove(found)
+        return sum(stat.st_size for _, stat in found)
 
     def _remove(self, doomed: Sequence[tuple[Path, os.stat_result]]) -> None:
         """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
@@ -330,9 +359,9 @@ class DiskStore:
             )
         return frozenset(str(key) for note in notes for key in note["keys"])
 
-    def is_pin_of(self, path: Path, document: str) -> bool:
-        """Whether `path` is where the pin of `document` is noted."""
-        return path == self._pin_path(document)
+    def place_of_pin(self, document: str) -> str:
+        """Where the pin of a document is noted, as `verify_notes` names it."""
+        return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
@@ -346,21 +375,27 @@ class DiskStore:
         """Whether it was noted, readably or not, that this store holds KV of that model."""
         return self._model_path(fingerprint).exists()
 
-    def damaged_notes(self) -> dict[Path, str]:
-        """The pins, descriptors of models and profiles that are not what was written, and why."""
-        found: dict[Path, str] = {}
+    def verify_notes(self) -> Iterator[VerifyResult]:
+        """The pins, descriptors of models and profiles that are not what was written; `key` is their place here."""
+        found = list[VerifyResult]()
         for folder in (PINS_DIR, MODELS_DIR):
-            for _ in self._notes(folder, lambda _, path, error: found.__setitem__(path, str(error))):
+            for _ in self._notes(
+                folder, lambda _, path, error: found.append(VerifyResult(_place(path), False, str(error)))
+            ):
                 pass
+        yield from found
         for path in sorted((self.root / PROFILES_DIR).glob("[!.]*.json")):
             try:
                 if parse_profile(path.read_bytes()).filename != path.name:
-                    found[path] = "it was made for something else"
+                    yield VerifyResult(_place(path), False, "it was made for something else")
             except FileNotFoundError:
                 continue
             except (OSError, UsageError) as error:
-                found[path] = str(error)
-        return found
+                yield VerifyResult(_place(path), False, str(error))
+
+    def drop_note(self, place: str) -> None:
+        """Remove what `verify_notes` named."""
+        remove_file(self.root / place)
 
     def _notes(
         self, folder: str, complain: Callable[[str, Path, Exception], object]
@@ -455,6 +490,10 @@ class DiskStore:
         with self._lock:
             for name, step in steps.items():
                 setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _checked_name(name: str) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 
 from ragblend.engine.disk import DiskStore
@@ -23,7 +24,7 @@ from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader
 from ragblend.engine.memory import MemoryStore
 from ragblend.engine.protocols import KVStore
-from ragblend.engine.store import TieredStore
+from ragblend.engine.store import TieredStore, is_far
 from ragblend.errors import RagblendError
 from ragblend.segments import Segmenter, TokenizedPrompt
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 3  # requests without a hit before one is warned of for which no cause was found
 NUM_LOOKS = 8  # requests whose missing chunks are looked for elsewhere: later ones miss for reasons of their own
 NUM_HEADERS = 64  # entries looked at to see what a store holds
+LOOK_S = 1.0  # longest search for missing chunks elsewhere: a server that is asked for them may take its time
 MAX_PREFIXES = 4  # other prefixes that missing chunks are looked for behind
 LONG_TEXT = 1000  # characters; a text as long holds documents more often than not
 
@@ -113,8 +115,10 @@ class Notices:
         engine, place = self._engine, self._place()
         headers = list(islice(chain.from_iterable(tier.headers() for tier in self._local_tiers), NUM_HEADERS))
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
+        until_s = monotonic() + LOOK_S
         for other in self._other_prefixes(own, prefix_ids):
-            num_there = sum(self._holds(chunk_key(engine.fingerprint, other, ids, engine.namespace)) for ids in missing)
+            keys = (chunk_key(engine.fingerprint, other, ids, engine.namespace) for ids in missing)
+            num_there = sum(monotonic() < until_s and self._holds(key) for key in keys)
             if num_there:
                 self._say(
                     "prefix",
@@ -207,8 +211,8 @@ class Notices:
 
     def _holds(self, key: str) -> bool:
         """Whether a tier has `key`; a remote tier is not asked, which may take its time."""
-        local = self._local_tiers
-        return any(tier.contains(key) for tier in local) if local else self._engine.store.contains(key)
+        near = [tier for tier in self._tiers if not is_far(tier)]
+        return any(tier.contains(key) for tier in near)
 
     # -- words
 

@@ -57,7 +57,7 @@ class ByteStore(Protocol):
 
     Every method raises BackendUnreachableError when the other side fails or takes longer than its time limit, and
     StoreFullError when it refuses a value for want of room. `put` appears in one step, or is noticed by checksums.
-    `abort` makes calls that are under way in other threads fail soon.
+    What the other side announces is checked before it is read, and `sizes` ends whatever it says.
     """
 
     @property
@@ -70,7 +70,6 @@ class ByteStore(Protocol):
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
     def ping(self) -> None: ...
-    def abort(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -1,10 +1,10 @@
 """The shared tier: the bytes of chunk files in Redis or an object store, never in the way of an answer.
 
 A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
-chunk, a request's chunks side by side (`fetch_ahead`), everything verified before the plan is made, so that damage is
-a miss at once and never restarts a request. Writes wait in a queue until the other side takes them. Whatever fails or
-takes too long is a miss and a counter; after a few failures the breaker keeps requests away until a probe, sent in the
-background, comes back.
+chunk, a request's chunks side by side (`fetch_ahead`) and within one time limit for all of them, everything verified
+before the plan is made, so that damage is a miss at once and never restarts a request. Writes wait in a queue until the
+other side takes them. Whatever fails or takes too long is a miss and a counter, also when it comes in the end; after a
+few failures the breaker keeps requests away until a probe, sent in the background, comes back.
 
 Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models or prompts.
 """
@@ -15,7 +15,7 @@ import logging
 import shlex
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from time import monotonic, perf_counter
@@ -31,11 +31,12 @@ from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullErr
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0  # the longest a `get` may take in all; recomputing a chunk is rarely slower than that
+TIMEOUT_S = 5.0  # the longest that a request, or a `get`, waits in all; recomputing a chunk is rarely slower than that
 QUEUE_BYTES = 1 << 30
 NUM_FETCHES = 8  # chunks on their way at the same time
 LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
 _MAX_BAD = 4096
+_OVERDUE = 0.9  # share of the time limit after which what has not come is taken for slow, not for asked too late
 
 
 class RemoteStatus(NamedTuple):
@@ -63,7 +64,7 @@ class _Flight(NamedTuple):
 
 
 class RemoteStore:
-    """KVStore over a ByteStore. `get` never raises and takes `timeout_s` at most; `put` never waits.
+    """KVStore over a ByteStore. `get` and `fetch_ahead` never raise and take `timeout_s` at most; `put` never waits.
 
     Requests that want the same chunk at the same time fetch it once. `delete` alone raises BackendUnreachableError
     when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
@@ -80,7 +81,7 @@ class RemoteStore:
     ) -> None:
         self.values = values
         self.breaker = breaker or CircuitBreaker()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._counters = StoreCounters()
         self._flights: dict[str, _Flight] = {}
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
@@ -103,23 +104,44 @@ class RemoteStore:
 
     # -- reading
 
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
-        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too."""
-        kv = self._queue.peek(key)
-        if kv is None and (flight := self._start(key)) is not None:
-            kv = self._arrival(key, flight)
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None:
+        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too.
+
+        `fetched`: what `fetch_ahead` brought; given, nothing else is waited for.
+        """
+        if fetched is None:
+            kv: ChunkKV | None = self.fetch_ahead([key]).get(key)
+        else:
+            kv = fetched.get(key)
         if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
-            self._count(num_damaged=1)
-            kv = None
-        self._count(num_misses=kv is None, num_hits=kv is not None)
+            self._count(num_damaged=1, num_misses=1, num_hits=-1)
+            return None
         return kv
 
-    def fetch_ahead(self, keys: Sequence[str]) -> None:
-        """Start fetching `keys` side by side; the `get`s that follow wait for what is under way."""
-        for key in keys:
-            if self._queue.peek(key) is None:
-                self._start(key)
+    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
+        """Fetch `keys` side by side; what of them has come until `until_s` (monotonic seconds), or within `timeout_s`.
+
+        Each counts as a `get`.
+        """
+        until_s = monotonic() + self.timeout_s if until_s is None else until_s
+        flights = self.start(keys)
+        found: dict[str, MemoryKV] = {}
+        for key in dict.fromkeys(keys):
+            kv = self._queue.peek(key)
+            if kv is None and (flight := flights.get(key)) is not None:
+                kv = self._arrival(key, flight, until_s)
+            if kv is not None:
+                found[key] = kv
+            self._count(num_misses=kv is None, num_hits=kv is not None)
+        return found
+
+    def start(self, keys: Sequence[str]) -> dict[str, _Flight]:
+        """Start fetching `keys` side by side, without waiting; `get` waits for what is under way."""
+        wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
+        return {key: flight for key in wanted if (flight := self._start(key)) is not None}
 
     def _start(self, key: str) -> _Flight | None:
         """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
@@ -131,34 +153,41 @@ class RemoteStore:
             if (known := self._flights.get(key)) is not None:
                 return known
             if self.breaker.is_closed:
-                self._flights[key] = flight = _Flight(self._pool().submit(self._fetch, key), now_s)
+                future = self._pool().submit(self._fetch, key, now_s)
+                self._flights[key] = flight = _Flight(future, now_s)
                 return flight
         self._probe_when_due()
         return None
 
-    def _arrival(self, key: str, flight: _Flight) -> MemoryKV | None:
+    def _arrival(self, key: str, flight: _Flight, until_s: float) -> MemoryKV | None:
         try:
-            return flight.future.result(max(0.0, flight.started_s + self._timeout_s - monotonic()))
+            return flight.future.result(max(0.0, min(until_s, flight.started_s + self.timeout_s) - monotonic()))
         except (FutureTimeoutError, TimeoutError):
-            if self._forget(key, flight):  # several may wait for one flight; it fails once
-                self._failed(f"KV {key} did not come from {self.values.url} within {self._timeout_s:g} s")
-                self.values.abort()
-        except CancelledError:  # by close()
-            self._forget(key, flight)
+            is_overdue = monotonic() - flight.started_s >= _OVERDUE * self.timeout_s
+            if is_overdue and self._forget(key, flight.started_s):  # several may wait for one flight; it fails once
+                flight.future.cancel()  # unless it is under way, which ends by its own time limit
+                self._failed(self._slow(key))
+        except CancelledError:  # by close(), or because it was overdue
+            self._forget(key, flight.started_s)
         except Exception as error:  # a bug or no memory: costs this chunk, not the answer
-            self._forget(key, flight)
+            self._forget(key, flight.started_s)
             self._failed(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
         return None
 
-    def _fetch(self, key: str) -> MemoryKV | None:
+    def _fetch(self, key: str, started_s: float) -> MemoryKV | None:
         if not self.breaker.is_closed:  # it opened while this fetch waited for a thread
-            self._forget(key)
+            self._forget(key, started_s)
             return None
-        try:
-            data = self.values.get(key)
-        except RagblendError as error:
-            if self._forget(key):  # otherwise it took too long, and was counted then
-                self._failed(str(error))
+        data, problem = None, ""
+        if not self._is_late(started_s):
+            try:
+                data = self.values.get(key)
+            except RagblendError as error:
+                problem = str(error)
+        problem = problem or (self._slow(key) if self._is_late(started_s) else "")
+        if problem:
+            if self._forget(key, started_s):  # otherwise somebody waited for it in vain, and counted it
+                self._failed(problem)
             return None
         self.breaker.succeeded()
         if data is None:
@@ -172,6 +201,12 @@ class RemoteStore:
             self._note_bad(key)
             return None
         return kv
+
+    def _is_late(self, started_s: float) -> bool:
+        return monotonic() - started_s > self.timeout_s
+
+    def _slow(self, key: str) -> str:
+        return f"KV {key} did not come from {self.values.url} within {self.timeout_s:g} s"
 
     # -- writing
 
@@ -208,7 +243,7 @@ class RemoteStore:
         except BackendUnreachableError as error:
             self._failed(str(error))
             raise
-        self.breaker.succeeded()
+        self.breaker.wrote()
         with self._lock:
             self._bad.pop(key, None)
 
@@ -339,10 +374,11 @@ class RemoteStore:
         look = f"ragblend doctor --remote {shlex.quote(self.values.url)}"
         log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
 
-    def _forget(self, key: str, flight: _Flight | None = None) -> bool:
-        """Take a fetch (or whichever is under way) off the list, so that the next `get` asks again; if it was on it."""
+    def _forget(self, key: str, started_s: float) -> bool:
+        """Take a fetch off the list, so that the next `get` asks again; whether it was on it."""
         with self._lock:
-            if key not in self._flights or flight not in (None, self._flights[key]):
+            flight = self._flights.get(key)
+            if flight is None or flight.started_s != started_s:
                 return False
             del self._flights[key]
             return True

@@ -11,8 +11,8 @@ import asyncio
 import concurrent.futures
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from ragblend.errors import BackendUnreachableError, UsageError
@@ -27,13 +27,15 @@ SUFFIX = ".safetensors"
 CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
+_PART_BYTES = 1 << 20
 
 
 class ObjectValues:
     """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, laid out as a disk store's directory.
 
-    `timeout_s` bounds a whole call where the file system is asynchronous (S3, Google, Azure). Nothing is retried
-    here: the caller counts and decides.
+    `timeout_s` bounds a whole call where the file system is asynchronous (S3, Google, Azure). What an object announces
+    as its size is checked before it is read, and no more is read. Nothing is retried here: the caller counts and
+    decides.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -58,8 +60,9 @@ class ObjectValues:
 
     def get(self, name: str) -> bytes | None:
         """The object's bytes, or None."""
+        path = self._path(name)
         try:
-            return bytes(self._call("cat_file", self._path(name)))
+            return self._within(self._timeout_s, self._streamed(path)) if self._fs.async_impl else self._opened(path)
         except FileNotFoundError:
             return None
 
@@ -111,9 +114,6 @@ class ObjectValues:
         except FileNotFoundError as error:
             raise BackendUnreachableError(f"{self.url}: there is no {bucket!r} there; create it first") from error
 
-    def abort(self) -> None:
-        """Nothing to do: an asynchronous call that exceeds its time is cancelled by itself."""
-
     def close(self) -> None:
         """Nothing to do: fsspec shares its connections."""
 
@@ -124,11 +124,48 @@ class ObjectValues:
         """One call of the file system, cancelled when it takes too long; FileNotFoundError passes."""
         if not self._fs.async_impl:
             return self._guard(lambda: getattr(self._fs, method)(*args, **options))
-        limit_s = timeout_s or self._timeout_s
-        call = getattr(self._fs, f"_{method}")
+        return self._within(timeout_s or self._timeout_s, getattr(self._fs, f"_{method}")(*args, **options))
+
+    async def _streamed(self, path: str) -> bytes:
+        """An object in parts, as long as it is not longer than it announced itself."""
+        try:
+            stream = await self._fs.open_async(path)
+        except NotImplementedError:
+            self._check_size(path, (await self._fs._info(path))["size"])
+            return bytes(await self._fs._cat_file(path))
+        try:
+            parts, num_bytes = [bytes(await stream.read(_PART_BYTES))], 0
+            self._check_size(path, stream.size)
+            while parts[-1]:
+                num_bytes += len(parts[-1])
+                self._check_size(path, num_bytes)
+                parts.append(bytes(await stream.read(_PART_BYTES)))
+        finally:
+            if (body := getattr(stream, "r", None)) is not None:  # s3fs' own `close` leaves the connection to it
+                body.close()
+        return b"".join(parts)
+
+    def _opened(self, path: str) -> bytes:
+        """A file of a file system that is not asynchronous."""
+
+        def read() -> bytes:
+            self._check_size(path, self._fs.size(path))
+            with self._fs.open(path, "rb") as file:
+                data = bytes(file.read(self.max_value_bytes + 1))
+            self._check_size(path, len(data))
+            return data
+
+        return cast("bytes", self._guard(read))
+
+    def _check_size(self, path: str, nbytes: int | None) -> None:
+        if nbytes is not None and nbytes > self.max_value_bytes:
+            raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
+
+    def _within(self, limit_s: float, call: Coroutine[Any, Any, Any]) -> Any:
+        """What an asynchronous call gives, cancelled when it takes too long; FileNotFoundError passes."""
 
         async def limited() -> Any:
-            return await asyncio.wait_for(call(*args, **options), limit_s)
+            return await asyncio.wait_for(call, limit_s)
 
         def wait() -> Any:
             future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)

@@ -1,14 +1,16 @@
 """Chunk files as values of Redis or Valkey: `redis://[:PASSWORD@]HOST[:PORT][/DB]`, `rediss://` for TLS.
 
-The budget is the server's own: `maxmemory` with `maxmemory-policy allkeys-lru`. Knows bytes under names.
+The budget is the server's own: `maxmemory` with `maxmemory-policy allkeys-lru`. What a server sends is not trusted: a
+call ends at its time limit however the bytes come, and a size is checked when it is announced. Knows bytes under names.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from time import monotonic
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
@@ -16,6 +18,7 @@ from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 try:
     import redis
     from redis.backoff import NoBackoff
+    from redis.connection import parse_url
     from redis.retry import Retry
 except ImportError as error:
     raise ImportError("a redis:// tier needs redis-py: pip install 'ragblend[redis]'") from error
@@ -23,20 +26,26 @@ except ImportError as error:
 PREFIX = "ragblend:kv:"
 CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
+WALK_TIMEOUT_S = 600.0  # for all of a database, as `stats` and `gc` ask for
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
+_ROOM_BYTES = 1 << 30  # of values that are being read at the same time
 _SCAN_BATCH = 500
+_SPARE_ROUNDS = 100_000  # of a walk, beyond one for each key: a table that was emptied is still as long
+_MAX_ITEMS = 1 << 20  # of a list in a reply
+_MAX_LINE_BYTES = 1 << 16  # of a status, an error or an announcement
 
 
 class RedisValues:
     """ByteStore in one Redis database, under `ragblend:kv:KEY`. Connects at the first call, not before.
 
-    `timeout_s` bounds each wait for the server. Nothing is retried here: the caller counts and decides.
+    `timeout_s` bounds each call as a whole. Nothing is retried here: the caller counts and decides.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redacted(url)
+        self._timeout_s = timeout_s
         try:
             self._reader, self._writer = (self._client(url, seconds) for seconds in (timeout_s, WRITE_TIMEOUT_S))
         except (ValueError, redis.RedisError) as error:
@@ -44,72 +53,214 @@ class RedisValues:
 
     @staticmethod
     def _client(url: str, timeout_s: float) -> redis.Redis:
-        return redis.Redis.from_url(
-            url,
-            socket_connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
-            socket_timeout=timeout_s,
-            socket_read_size=1 << 20,  # values are megabytes
-            retry=Retry(NoBackoff(), 0),
+        options = {
+            "protocol": 2,
+            **parse_url(url),  # type: ignore[no-untyped-call]
+            "socket_connect_timeout": min(CONNECT_TIMEOUT_S, timeout_s),
+            "socket_timeout": timeout_s,
+            "socket_read_size": 1 << 20,  # values are megabytes
+            "retry": Retry(NoBackoff(), 0),
+        }
+        plain = options.pop("connection_class", redis.Connection)
+        return redis.Redis(
+            connection_pool=redis.ConnectionPool(connection_class=type("Bounded", (_Bounded, plain), {}), **options)
         )
 
     def get(self, name: str) -> bytes | None:
         """The value, or None."""
-        with self._errors():
+        with self._call(self._timeout_s):
             return cast("bytes | None", self._reader.get(PREFIX + name))
 
     def put(self, name: str, data: bytes) -> None:
         """Set the value, in one step."""
-        with self._errors():
+        with self._call(WRITE_TIMEOUT_S):
             self._writer.set(PREFIX + name, data)
 
     def contains(self, name: str) -> bool:
         """Whether there is a value."""
-        with self._errors():
+        with self._call(self._timeout_s):
             return bool(self._reader.exists(PREFIX + name))
 
     def delete(self, name: str) -> bool:
         """Remove the value; whether there was one."""
-        with self._errors():
+        with self._call(self._timeout_s):
             return bool(self._reader.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Every name with the bytes of its value; walks the whole database."""
-        with self._errors():
-            names = iter(self._reader.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH))
-            while batch := list(itertools.islice(names, _SCAN_BATCH)):
+        """Every name with the bytes of its value; walks the whole database. One that comes to no end is an error."""
+        until_s, cursor, seen = monotonic() + WALK_TIMEOUT_S, 0, {0}
+        with self._call(self._timeout_s):
+            num_keys = int(self._reader.dbsize())
+        while True:
+            with self._call(self._timeout_s):
+                cursor, names = cast(
+                    "tuple[int, list[bytes]]", self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH)
+                )
+            with self._call(self._timeout_s):
                 pipeline = self._reader.pipeline(transaction=False)
-                for name in batch:
+                for name in names:
                     pipeline.strlen(name)
-                for name, size in zip(batch, pipeline.execute(), strict=True):
-                    yield name.decode().removeprefix(PREFIX), int(size)
+                sizes = pipeline.execute()
+            for name, size in zip(names, sizes, strict=True):
+                yield name.decode("utf-8", "replace").removeprefix(PREFIX), int(size)
+            if cursor == 0:
+                return
+            if cursor in seen or len(seen) > _SPARE_ROUNDS + num_keys or monotonic() > until_s:
+                raise BackendUnreachableError(
+                    f"{self.url} does not come to the end of its keys ({len(seen)} rounds for {num_keys}); is it a "
+                    "Redis? Check it: ragblend doctor --remote URL"
+                )
+            seen.add(cursor)
 
     def ping(self) -> None:
         """One round trip."""
-        with self._errors():
+        with self._call(self._timeout_s):
             self._reader.ping()
-
-    def abort(self) -> None:
-        """Cut the readers' connections; the next call opens new ones."""
-        self._reader.connection_pool.disconnect(inuse_connections=True)
 
     def close(self) -> None:
         """Let the connections go; the next call opens new ones."""
-        self._reader.close()
-        self._writer.close()
+        for client in (self._reader, self._writer):
+            client.connection_pool.disconnect()
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _call(self, timeout_s: float) -> Iterator[None]:
+        """One call in this thread: `timeout_s` in all, and what it reads counted."""
         try:
-            yield
+            with _CALL.lasting(timeout_s):
+                yield
         except redis.exceptions.OutOfMemoryError as error:
             raise StoreFullError(
                 f"{self.url} is full ({error}); let it evict: redis-cli CONFIG SET maxmemory-policy allkeys-lru"
             ) from error
-        # A connection cut by `abort` may surface as any of these from inside the client.
-        except (redis.RedisError, OSError, ValueError, AttributeError) as error:
+        # What a server says that is no Redis may surface as any of these from inside the client.
+        except (redis.RedisError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise BackendUnreachableError(
                 f"{self.url} does not answer ({type(error).__name__}: {error}); check it: ragblend doctor --remote URL"
             ) from error
+
+
+# --- what a server may send, and how long it may take ---
+
+
+class _Call(threading.local):
+    """The call that this thread is in: when it is to end, and the bytes it has announced to it."""
+
+    until_s: float | None = None  # None: no call of ours
+    room_bytes = 0
+
+    @contextmanager
+    def lasting(self, timeout_s: float) -> Iterator[None]:
+        self.until_s, self.room_bytes = monotonic() + timeout_s, 0
+        try:
+            yield
+        finally:
+            _ROOM.leave(self.room_bytes)
+            self.until_s = None
+
+    def left_s(self) -> float:
+        """Seconds left, never 0, which a socket takes for 'do not wait'."""
+        left_s = WRITE_TIMEOUT_S if self.until_s is None else self.until_s - monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the reply takes longer than its time limit; see remote_timeout_s")
+        return left_s
+
+    def announce(self, nbytes: int) -> None:
+        """A value of `nbytes` is to come: refused, or let in once there is room for it beside the others."""
+        if nbytes > _MAX_VALUE_BYTES:
+            raise OSError(f"it announces a value of {nbytes} bytes; {_MAX_VALUE_BYTES} is the largest there is")
+        _ROOM.enter(nbytes, self.room_bytes, self)
+        self.room_bytes += nbytes
+
+
+class _Room:
+    """Bytes that all calls together may be reading."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes, self._used_bytes = capacity_bytes, 0
+        self._changed = threading.Condition()
+
+    def enter(self, nbytes: int, own_bytes: int, call: _Call) -> None:
+        """Wait until `nbytes` more are free; whoever is alone with `own_bytes` may always."""
+
+        def is_free() -> bool:
+            return self._used_bytes == own_bytes or self._used_bytes + nbytes <= self._capacity_bytes
+
+        with self._changed:
+            while not is_free():
+                self._changed.wait(call.left_s())
+            self._used_bytes += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        with self._changed:
+            self._used_bytes -= nbytes
+            self._changed.notify_all()
+
+
+_CALL, _ROOM = _Call(), _Room(_ROOM_BYTES)
+
+
+class _Bounded:
+    """A redis-py connection whose socket keeps to the calling thread's `_Call`."""
+
+    def _connect(self) -> _Socket:
+        return _Socket(super()._connect())  # type: ignore[misc]
+
+
+class _Socket:
+    """A socket that waits no longer than the call it is used in, and reads announcements (RESP) before what follows."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self._timeout_s: float | None = plain.gettimeout()  # 0: a look at what is there
+        self._line = bytearray()  # an announcement, status or error that has not ended yet
+        self._to_skip = 0  # bytes of an announced value, its line end included, that are still to come
+
+    def recv(self, nbytes: int) -> bytes:
+        self._plain.settimeout(self._wait_s())
+        data = cast("bytes", self._plain.recv(nbytes))
+        self._scan(memoryview(data))
+        return data
+
+    def recv_into(self, buffer: Any, nbytes: int = 0) -> int:
+        self._plain.settimeout(self._wait_s())
+        count = int(self._plain.recv_into(buffer, nbytes))
+        self._scan(memoryview(buffer)[:count])
+        return count
+
+    def sendall(self, data: Any) -> None:
+        self._plain.settimeout(self._wait_s())
+        self._plain.sendall(data)
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def _wait_s(self) -> float:
+        return _CALL.left_s() if self._timeout_s is None else min(self._timeout_s, _CALL.left_s())
+
+    def _scan(self, data: memoryview) -> None:
+        while data.nbytes:
+            skipped = min(self._to_skip, data.nbytes)
+            self._to_skip -= skipped
+            data = data[skipped:]
+            head = bytes(data[:_MAX_LINE_BYTES])
+            end = head.find(b"\n") + 1
+            self._line += head[:end] if end else head
+            data = data[end or len(head) :]
+            if len(self._line) > _MAX_LINE_BYTES:
+                raise OSError(f"it sends a line of more than {_MAX_LINE_BYTES} bytes")
+            if end:
+                line, self._line = bytes(self._line), bytearray()
+                self._read_announcement(line[:1], line[1:])
+
+    def _read_announcement(self, kind: bytes, rest: bytes) -> None:
+        if kind in (b"$", b"=", b"!") and (nbytes := int(rest)) >= 0:
+            _CALL.announce(nbytes)
+            self._to_skip = nbytes + 2
+        elif kind in (b"*", b"%", b"~", b">", b"|") and int(rest) > _MAX_ITEMS:
+            raise OSError(f"it announces a list of {int(rest)} items; no reply of ours has more than {_MAX_ITEMS}")
 
 
 def redacted(url: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -38,20 +38,31 @@ class _Touchable(Protocol):
 
 @runtime_checkable
 class FetchesAhead(Protocol):
-    """A tier whose entries come from far: it can start fetching several before they are asked for.
+    """A tier whose entries come from far: it fetches several side by side, within one time limit for all.
 
     It writes in the background, and what finds no room in its queue it reads back from the tiers it is told.
     """
 
+    timeout_s: float
+
     @property
     def url(self) -> str: ...  # of the place, without its password
-    def fetch_ahead(self, keys: Sequence[str]) -> None: ...
+    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
     def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
     def delete(self, key: str) -> bool: ...
 
 
-def fetches_ahead(store: KVStore) -> TypeGuard[FetchesAhead]:
-    """Whether it pays to tell `store` the keys of a request before they are asked for: some tier is far away."""
+class FarStore(KVStore, Protocol):
+    """A store of which a tier is far away. A request asks it for all its keys at once, and waits for them once."""
+
+    def fetch_ahead(self, keys: Sequence[str]) -> Mapping[str, ChunkKV]: ...
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None: ...
+
+
+def is_far(store: KVStore) -> TypeGuard[FarStore]:
+    """Whether some tier of `store` is far away."""
     tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     return any(isinstance(tier, FetchesAhead) for tier in tiers)
 
@@ -98,6 +109,7 @@ class TieredStore:
         # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
         touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
         self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
+        self._far = [isinstance(tier, FetchesAhead) for tier in tiers]
         self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
         # Promotions into tiers that take their time, by position.
         self._promotions = {
@@ -130,27 +142,48 @@ class TieredStore:
 
     # -- reading
 
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only."""
-        kv = self._find(key, token_ids)
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None:
+        """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only.
+
+        `fetched`: what `fetch_ahead` brought for this request; given, nothing is waited for that is far.
+        """
+        kv = None if fetched is None else fetched.get(key)
+        if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
+            kv = self._find(key, token_ids, only_near=fetched is not None)
         with self._lock:
             self._num_hits += kv is not None
             self._num_misses += kv is None
         return kv
 
-    def fetch_ahead(self, keys: Sequence[str]) -> None:
-        """Bring, side by side, what only a remote tier can have; the `get`s that follow find it in a faster one.
+    def fetch_ahead(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
+        """Fetch, side by side, what only a far tier can have, and move it up.
 
-        Returns when everything has arrived or missed, at the remote's time limit at the latest.
+        Returns what has come when everything has arrived or missed, at the time limit of the far tiers at the latest,
+        which is one for all of them.
         """
+        until_s = self._far_until_s()
+        found: dict[str, ChunkKV] = {}
+        num_deletes = self._num_deletes
+        wanted = [key for key in dict.fromkeys(keys) if not self._is_near(key)]
         for position, tier in enumerate(self.tiers):
-            if not isinstance(tier, FetchesAhead):
-                continue
-            faster = self.tiers[:position]
-            far = [key for key in keys if not any(upper.contains(key) for upper in faster)]
-            tier.fetch_ahead(far)
-            for key in far:
-                self._find(key, None)
+            if isinstance(tier, FetchesAhead):
+                missing = [key for key in wanted if key not in found]
+                for key, kv in tier.fetch_ahead(missing, until_s).items():
+                    found[key] = self._moving_up(kv, position, num_deletes)
+        return found
+
+    def _far_until_s(self) -> float:
+        """When a request that begins now stops waiting for far tiers."""
+        far = [tier for tier in self.tiers if isinstance(tier, FetchesAhead)]
+        return monotonic() + max((tier.timeout_s for tier in far), default=0.0)
+
+    def _is_near(self, key: str) -> bool:
+        """Whether a tier has the entry, or is about to, that is not far."""
+        return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
+            tier.contains(key) for tier, far in zip(self.tiers, self._far, strict=True) if not far
+        )
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Bring entries into the fastest tier in the background, for a later request. Returns at once.
@@ -175,9 +208,11 @@ class TieredStore:
             with self._lock:
                 self._pulling.discard(key)
 
-    def _find(self, key: str, token_ids: Sequence[int] | None) -> ChunkKV | None:
+    def _find(self, key: str, token_ids: Sequence[int] | None, *, only_near: bool = False) -> ChunkKV | None:
         num_deletes = self._num_deletes
         for position, tier in enumerate(self.tiers):
+            if only_near and self._far[position]:
+                continue
             if position and (shared := self._shared(key, token_ids)) is not None:
                 return shared
             kv = self._on_its_way(position, key, token_ids) or tier.get(key, token_ids)
@@ -313,6 +348,11 @@ class TieredStore:
     def contains(self, key: str) -> bool:
         """Whether any tier has the entry."""
         return any(tier.contains(key) for tier in self.tiers)
+
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
+        until_s = self._far_until_s()
+        return [self._is_near(key) or (monotonic() < until_s and self.contains(key)) for key in keys]
 
     def keys(self) -> Iterator[str]:
         """Every key that some tier has, once."""

@@ -10,8 +10,9 @@ import logging
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Unpack
 
@@ -34,7 +35,7 @@ from ragblend.engine.generation import (
     check_options,
 )
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
-from ragblend.engine.kv import KVHeader, MemoryKV, dtype_name, stored_as
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_root
 from ragblend.engine.protocols import KVStore
@@ -52,7 +53,7 @@ from ragblend.engine.selection import (
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.shadow import compare_with_full
-from ragblend.engine.store import Prefetches, WorksInBackground, fetches_ahead, kv_dtype_of
+from ragblend.engine.store import Prefetches, WorksInBackground, is_far, kv_dtype_of
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError
 from ragblend.segments import Chunk, Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -61,6 +62,9 @@ log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
 _NO_RECOMPUTE = (Check(0, 0.0),)
+
+Find = Callable[[str, Sequence[int] | None], ChunkKV | None]
+"""A store's `get`, as one request uses it."""
 
 
 class TransformersEngine(EngineBase):
@@ -236,20 +240,33 @@ class TransformersEngine(EngineBase):
     def prefill(self, request: Request) -> Prefilled:
         """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
         damaged: set[str] = set()
-        if request.mode not in ("full", "prefix") and fetches_ahead(self.store):
-            # Before the lock: while a remote tier sends this request's chunks, another request computes.
-            chunks = [found for found in self._contexts(request.prompt) if found[0].token_ids]
-            self.store.fetch_ahead([self._key(ids, chunk.token_ids) for chunk, behind in chunks for ids, *_ in behind])
+        find = self._finder(request)
         while True:
             try:
                 with self._lock, torch.inference_mode():
-                    prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged)
+                    prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged, find)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
                 damaged.add(error.key)  # the store has moved it aside already
                 continue
             prefilled.report.num_damaged_entries = len(damaged)
             return prefilled
+
+    def _finder(self, request: Request) -> Find:
+        """How the request is to look up chunks.
+
+        What a remote tier has of them is fetched now, before the engine's lock: meanwhile another request computes. A
+        request waits for remote tiers this once.
+        """
+        if request.mode == "full" or not is_far(self.store):
+            return self.store.get
+        keys = [
+            self._key(context.token_ids, chunk.token_ids)
+            for chunk, candidates in self._contexts(request.prompt)
+            for context in candidates
+            if chunk.token_ids and (request.mode != "prefix" or context.exact)
+        ]
+        return partial(self.store.get, fetched=self.store.fetch_ahead(keys))
 
     def _full(self, request: Request) -> Prefilled:
         """Full prefill: the model's own forward, no reuse."""
@@ -261,7 +278,7 @@ class TransformersEngine(EngineBase):
         report.charged_budget = report.charged_budget_32 = 1.0 if segments else 0.0
         return Prefilled(FusedKV(layers, request.prompt.num_tokens), logits, report)
 
-    def _blend(self, request: Request, damaged: set[str]) -> Prefilled:
+    def _blend(self, request: Request, damaged: set[str], find: Find) -> Prefilled:
         """Full reuse, prefix reuse or blend: lookup, then fuse while the loader runs a layer ahead."""
         start_s = perf_counter()
         prompt = request.prompt
@@ -269,7 +286,7 @@ class TransformersEngine(EngineBase):
             self.layers.kv_shapes, prompt.num_tokens + min(request.max_tokens, 256), self.layers.like
         )
         num_resident = self._resident(request, fused)
-        hits = self._lookup(request, num_resident, damaged)
+        hits = self._lookup(request, num_resident, damaged, find)
         placements = [placement for placement, _ in hits.values()]
         if request.adapts and placements and self.machine is not None:
             decision = self._decide(self.machine, request, placements, num_resident)
@@ -383,7 +400,9 @@ class TransformersEngine(EngineBase):
             fuse(self.layers, plan, fused, loader)
         return fused
 
-    def _lookup(self, request: Request, num_resident: int, damaged: set[str]) -> dict[int, tuple[Placement, Context]]:
+    def _lookup(
+        self, request: Request, num_resident: int, damaged: set[str], find: Find
+    ) -> dict[int, tuple[Placement, Context]]:
         """Stored chunks by prompt position, each from the best context that it is stored behind."""
         found: dict[int, tuple[Placement, Context]] = {}
         for segment, candidates in self._contexts(request.prompt):
@@ -393,7 +412,7 @@ class TransformersEngine(EngineBase):
                 if request.mode == "prefix" and not context.exact:
                     continue
                 key = self._key(context.token_ids, segment.token_ids)
-                kv = self.store.get(key, segment.token_ids) if key not in damaged else None
+                kv = find(key, segment.token_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     found[segment.start] = (Placement(kv, segment.start, context.exact), context)
                     break

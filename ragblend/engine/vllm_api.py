@@ -65,7 +65,7 @@ def equip(app: Any) -> None:
         return JSONResponse(await run_in_threadpool(chunks.facts))
 
     async def stored(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"stored": [chunks.store.contains(key) for key in keys]})
+        return await with_keys(request, lambda keys: {"stored": chunks.store.contains_each(keys)})
 
     async def forget(request: Request) -> Response:
         return await with_keys(request, lambda keys: {"num_removed": sum(map(chunks.store.delete, keys))})

@@ -54,11 +54,12 @@ class RemoteFetch:
 
     def start(self, keys: Sequence[str]) -> Arrival:
         """Ask for `keys`, side by side."""
-        self.remote.fetch_ahead(keys)
+        until_s = monotonic() + self._timeout_s
+        self.remote.start(keys)
         with self._lock:
             for key in keys:
                 if key not in self._coming:
-                    self._coming[key] = self._pool.submit(self._bring, key)
+                    self._coming[key] = self._pool.submit(self._bring, key, until_s)
             return Arrival([self._coming[key] for key in keys], self._timeout_s)
 
     def close(self) -> None:
@@ -66,11 +67,12 @@ class RemoteFetch:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.remote.close(timeout_s=0.0)
 
-    def _bring(self, key: str) -> None:
+    def _bring(self, key: str, until_s: float) -> None:
         try:
-            if self._local.contains(key):  # it came between the question and this
+            # It came between the question and this; or nobody waits for it any more, and a slow remote is left alone.
+            if self._local.contains(key) or monotonic() > until_s:
                 return
-            kv = self.remote.get(key)
+            kv = self.remote.fetch_ahead([key], until_s).get(key)
             if kv is not None:
                 self._local.put(kv)
         except RagblendError as error:

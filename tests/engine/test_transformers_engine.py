@@ -331,7 +331,7 @@ def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
     for chunk in CHUNKS[:2]:
         engine.precompute(chunk)
     request = engine.request(PROMPT, rule="repair")
-    hits = engine._lookup(request, 0, set())
+    hits = engine._lookup(request, 0, set(), engine.store.get)
     plan = engine._plan(request, [placement for placement, _ in hits.values()], 0)
     assert len(hits) == 2
     assert plan.num_queries == request.prompt.segments[-1].num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,21 @@ def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
     assert remote.counters.num_failures >= 1
     assert list(DiskStore(tmp_path).keys()) == []
     proxy.close()
+
+
+def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetch]) -> None:
+    """64 chunks from a server that takes 0.2 s for each, 8 at a time: what came in 0.3 s is on the disk, the rest is
+    not asked for behind the request's back."""
+    values, kvs = DictValues(), [make_kv(seed) for seed in range(64)]
+    values.data = {kv.header.key: encode_chunk(kv) for kv in kvs}
+    ask = values.get
+    values.get = lambda name: (time.sleep(0.2), ask(name))[1]  # type: ignore[func-returns-value, method-assign]
+    disk = DiskStore(tmp_path)
+    made.append(RemoteFetch(RemoteStore(values, timeout_s=0.3), disk, timeout_s=0.3))
+    wait_for(made[0].start([kv.header.key for kv in kvs]))
+    time.sleep(0.7)
+    assert 8 <= len(list(disk.keys())) <= 16
+    assert values.calls.count("get") <= 16
 
 
 @pytest.mark.parametrize("trouble", ["down", "lying"])

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -242,13 +242,17 @@ def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(
         assert response.status_code == 200
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        assert num_running(deployment) == 1
-    end_s = time.monotonic() + 60
-    while num_running(deployment) and time.monotonic() < end_s:
-        time.sleep(0.1)
+        assert wait_for(lambda: num_running(deployment) == 1)  # metrics come a little later than tokens
+    assert wait_for(lambda: not num_running(deployment))
     made = sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS) - before
     assert made < limit
-    assert num_running(deployment) == 0
+
+
+def wait_for(happened: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not happened() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return happened()
 
 
 def num_running(deployment: Deployment) -> float:
