@@ -240,13 +240,15 @@ class ChunkDatabase:
             if line != "ok":
                 yield f"{self.path}: {line}"
         for table, columns in CHECKED.items():
+            if table == "chunks":
+                continue  # one by one, below
             damaged = f"SELECT count(*) FROM {table} WHERE checksum IS NOT row_checksum({columns})"
             if count := self._connection.execute(damaged).fetchone()[0]:
                 yield f"{self.path}: {count} rows of {table} are not what was written"
         strays = "SELECT count(*) FROM chunks WHERE document NOT IN (SELECT id FROM documents)"
         if count := self._connection.execute(strays).fetchone()[0]:
             yield f"{self.path}: {count} chunks belong to no document"
-        for row in self._connection.execute(SELECT):
+        for row in self._connection.execute(SELECT):  # by name, and by what its id is of
             if not Row(*row).is_sound():
                 yield f"{self.path}: chunk {row[1]} of {row[2]} is not what was written"
 

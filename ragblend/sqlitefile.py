@@ -76,8 +76,8 @@ def translated(path: Path, way_out: str) -> Iterator[None]:
     """Raise SQLite's errors over the file `path` as ours. `way_out`: what to do when its bytes are damaged."""
     try:
         yield
-    except sqlite3.ProgrammingError:
-        raise  # used after close: a bug in the caller
+    except (RagblendError, sqlite3.ProgrammingError):  # the latter: used after close, a bug in the caller
+        raise
     except sqlite3.IntegrityError as error:
         what = f"{path.parent}: two rows share one id ({error}); nothing was written, report it"
         raise RagblendError(what) from error
