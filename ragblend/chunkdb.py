@@ -10,6 +10,7 @@ out.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from ragblend.chunkrows import (
     versions_of,
 )
 from ragblend.engine.directory import refusal
-from ragblend.errors import CorruptError, NotFoundError, StoreMismatchError, UsageError
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
 from ragblend.sqlitefile import connect, row_checksum, translated, truncate_log
 
@@ -54,6 +55,7 @@ class ChunkDatabase:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / DATABASE
         self.lock = threading.RLock()
+        self._process = os.getpid()
         self._inside: Literal["", "DEFERRED", "IMMEDIATE"] = ""  # which transaction is open
         with self._translated():
             self._connection = connect(self.path)
@@ -420,6 +422,11 @@ class ChunkDatabase:
 
     @contextmanager
     def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
+        if self._process != os.getpid():
+            raise RagblendError(
+                f"the index {self.folder} was opened before this process was forked; SQLite cannot be carried over. Open "
+                "it in this process"
+            )
         with self.lock:
             if self._inside:  # part of the one that is open; the lock says that it is this thread's
                 assert kind == "DEFERRED" or self._inside == "IMMEDIATE", "a reader cannot become a writer"

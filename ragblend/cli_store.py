@@ -29,11 +29,12 @@ from ragblend.cli_support import (
     settings_from,
 )
 
-EXIT_CORRUPT, EXIT_UNREACHABLE = 4, 5
+EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 
 def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
-    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived."""
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
+    full."""
     settings = settings_from(locals())
     from ragblend.engine.remote import open_remote
     from ragblend.engine.store import format_bytes
@@ -50,7 +51,7 @@ def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOpti
     )
     print_result(report._asdict(), text, json_)
     if report.num_dropped:
-        raise typer.Exit(EXIT_UNREACHABLE)
+        raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
 def pin(

@@ -24,7 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.errors import EmptyCorpusError, NotADocumentError, UnreadableDocumentError
-from ragblend.folders import ReadFailure, Walk, printable, shown, walk
+from ragblend.folders import ReadFailure, Walk, printable, shown, source_of, walk
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +157,13 @@ def read_documents(path: str, data: bytes) -> FileContents:
     records = [record for record in found if isinstance(record, Record)]
     bad = [record for record in found if isinstance(record, BadRecord)]
     texts = ((record, _sound(record.text)) for record in records)
-    contents = FileContents([Document(text, path + key, extra) for (key, _, extra), text in texts if text.strip()])
+    contents = FileContents(
+        [Document(text, source_of(path, key), extra) for (key, _, extra), text in texts if text.strip()]
+    )
     if bad:
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
         contents.failure = f"{len(bad)} of {len(found)} records could not be read and are left out: {reasons}"
-        contents.unread = tuple(path + record.key for record in bad)
+        contents.unread = tuple(source_of(path, record.key) for record in bad)
         if not records:
             raise UnreadableDocumentError(f"none of its {len(found)} records can be read: {reasons}")
     elif not contents.documents:
@@ -368,7 +370,7 @@ def _read_csv(data: bytes) -> Found:
 
 def _read_json(data: bytes) -> Found:
     try:
-        value = json.loads(_decode(data))
+        value = _parse_json(_decode(data))
     except (ValueError, RecursionError) as error:
         raise UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt") from error
     if isinstance(value, list):
@@ -381,13 +383,35 @@ def _read_json(data: bytes) -> Found:
         raise NotADocumentError(f"its value {error}") from error
 
 
+def _parse_json(text: str) -> Any:
+    """A JSON value. A whole number of more digits than Python reads (4,300) stays as it is spelled."""
+
+    def number(digits: str) -> int | str:
+        try:
+            return int(digits)
+        except ValueError:
+            return digits
+
+    return json.loads(text, parse_int=number)
+
+
+def _as_number(digits: str) -> tuple[int, str]:
+    """What decimal digits of any script, however many, are sorted by.
+
+    >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
+    ['9', '009', '10']
+    """
+    plain = "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0")
+    return len(plain), plain
+
+
 def _read_jsonl(data: bytes) -> Found:
     number = 0  # of the record; lines are counted as editors do, from 1 and with the blank ones
     for line_number, line in enumerate(_decode(data).split("\n"), start=1):  # splitlines() would cut inside strings
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = _parse_json(line)
         except (ValueError, RecursionError) as error:
             reason = f"line {line_number} is not JSON ({error}); put one value on each line"
             yield BadRecord(f"#{number}", reason)
@@ -426,7 +450,7 @@ def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
             return
         numbered = [name for name in value if name.isdecimal() and isinstance(value[name], str)]
         if numbered:
-            for name in sorted(numbered, key=int):
+            for name in sorted(numbered, key=_as_number):
                 yield Record(f"{key}{joint}{name}", value[name], {})
             return
     raise NotADocumentError(

@@ -25,7 +25,7 @@ from ragblend.documents import (
     read_documents,
     reader_version,
 )
-from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UnreadableDocumentError, UsageError
+from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.folders import ReadFailure, Walk, is_in
 from ragblend.index import ChunkIndex
 from ragblend.segments import Chunk
@@ -128,9 +128,6 @@ class _Run:
     def _changed(self, path: str, version: str, contents: FileContents) -> None:
         had, waiting = self._known.get(path, {}), []
         for document in contents.documents:
-            other = self._made_by.get(document.source, path)
-            if other != path:  # `a.jsonl#1` may be the name of a file too
-                raise UnreadableDocumentError(f"has a document of the same name as {other}; rename one of the files")
             wanted = f"{document.content_hash}:{self.cut.version}"
             if had.get(document.source) != wanted:
                 waiting.append((document, wanted, self.cut.function(document)))

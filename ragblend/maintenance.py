@@ -290,6 +290,7 @@ class PushReport(NamedTuple):
     num_dropped: int
     sent_bytes: int
     problem: str = ""  # why the last of those did not arrive
+    is_full: bool = False  # the remote tier has no room
 
 
 def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
@@ -302,10 +303,12 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
     disk = DiskStore(store, create=False)
+    disk.clean()
+    remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
     tell = progress or (lambda stage, done, total: None)
     num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
-    problem = ""
+    problem, is_full = "", False
     for done, key in enumerate(keys, start=1):
         if key in known:
             num_known += 1
@@ -322,9 +325,9 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
             except DamagedEntryError:
                 num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
-                num_dropped, problem = num_dropped + 1, str(error)
+                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
         tell("push", done, len(keys))
-    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem)
+    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
 
 
 class _InUse(NamedTuple):

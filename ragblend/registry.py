@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ragblend.engine.directory import refusal, remove_file
 from ragblend.errors import StoreMismatchError
@@ -196,6 +196,7 @@ class ChunkRegistry:
         self._held: dict[str, set[str]] = {}  # texts by document, where no file keeps them
         self._stored: dict[str, str] = {}  # the same of `stored`
         self._connection: sqlite3.Connection | None = None
+        _OPEN.add(self)
         if self.path is not None:
             with self._current():  # fail here rather than at the first prompt
                 pass
@@ -383,6 +384,14 @@ class ChunkRegistry:
 
     # --- inside ---
 
+    def _forked(self) -> None:
+        """In a forked process: whoever held the lock is not here, and SQLite wants a connection for each process."""
+        self._lock = threading.RLock()
+        if self._connection is not None:
+            _PARENTS.append(self._connection)  # closed here, it would let go of the parent's locks
+            self._connection = None
+            self._forget_memory()
+
     def _forget_memory(self) -> None:
         self._texts: dict[str, None] = {}
         self._index = TextIndex()
@@ -515,6 +524,33 @@ def _translated(path: Path) -> Iterator[None]:
     with translated(path, f"{way_out}: stored KV is found, not recomputed"):
         yield
 
+
+_OPEN: WeakSet[ChunkRegistry] = WeakSet()
+_PARENTS: list[sqlite3.Connection] = []
+
+
+_FORK_WAIT_S = 1.0
+_held: list[Any] = []
+
+
+def _before_fork() -> None:
+    """No thread is inside of SQLite while a process is forked: its own locks would never be let go in the child."""
+    _held.extend(each._lock for each in list(_OPEN) if each._lock.acquire(timeout=_FORK_WAIT_S))
+
+
+def _after_fork() -> None:
+    for lock in _held:
+        lock.release()
+    _held.clear()
+
+
+def _in_child() -> None:
+    _held.clear()
+    for registry in list(_OPEN):
+        registry._forked()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
 _IN_MEMORY_LOCK = threading.Lock()

@@ -275,6 +275,10 @@ class RemoteStore:
             self._bad.pop(key, None)
         return self.values.delete(key) or queued
 
+    def clean(self) -> int:
+        """Remove what killed writers left on the other side; how many. Raises BackendUnreachableError."""
+        return self.values.clean()
+
     def keys(self) -> Iterator[str]:
         """Keys of all entries, unverified; none while the other side does not answer."""
         return (key for key, _ in self._sizes())

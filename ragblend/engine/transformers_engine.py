@@ -144,6 +144,7 @@ class TransformersEngine(EngineBase):
         return kv.nbytes
 
     def _is_missing(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> bool:
+        self.check_process()
         return bool(token_ids) and not self.store.contains(self._key(self.default_prefix_ids + neighbour, token_ids))
 
     def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], neighbour: tuple[int, ...] = ()) -> list[MemoryKV]:
