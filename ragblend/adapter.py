@@ -23,12 +23,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from ragblend.engine import StoreOptions
 from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
 from ragblend.errors import RagblendError, UsageError
 from ragblend.recovery import Block, check_separator, recover
+from ragblend.redaction import redacted, without_secrets
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.segments import Chunk, Part, SegmentedPrompt
 
@@ -81,6 +82,7 @@ _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "dtype", "device", "system", "namespace", "on_miss", "max_retries"}
     | {"vllm_options", "engine_options"}
 )
+_MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options")
 _TOOL_ARGUMENTS = ("tools", "tool_choice", "functions", "function_call", "response_format")
 
 
@@ -103,7 +105,7 @@ class BlendModel(BaseModel):
     may override every field from `mode` to `strict`.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
 
     model: str = "demo"
     store: Any = None
@@ -155,6 +157,16 @@ class BlendModel(BaseModel):
             if self.system is None:
                 self.system = getattr(self.engine, "system", None)
         self._open_engine(key)
+
+    @field_serializer(*_MAY_HOLD_SECRETS)
+    def _without_secrets(self, value: Any) -> Any:
+        """What `model_dump` shows: logs and traces keep it."""
+        return _shown(value)
+
+    def __repr_args__(self) -> Any:
+        return (
+            (name, _shown(value) if name in _MAY_HOLD_SECRETS else value) for name, value in super().__repr_args__()
+        )
 
     def _engine_settings(self) -> dict[str, Any]:
         """What `share_engine` takes; no secrets."""
@@ -328,7 +340,7 @@ class BlendModel(BaseModel):
     def _settings(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
         names = {"backend", "namespace", "system", *_OPTION_NAMES} - {"segments", "timeout"}
-        own = {name: getattr(self, name) for name in sorted(names)}
+        own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
 
 
@@ -350,6 +362,13 @@ def _check(settings: Any) -> None:
         raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (reuse) to 1 (full prefill), or 'auto'")
     if settings.separator is not None:
         check_separator(settings.separator)
+
+
+def _shown(value: Any) -> Any:
+    """A setting without passwords and tokens."""
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return redacted(value) if isinstance(value, str) else value
 
 
 def _is_served(model: BlendModel) -> bool:

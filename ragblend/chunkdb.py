@@ -424,8 +424,8 @@ class ChunkDatabase:
     def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
         if self._process != os.getpid():
             raise RagblendError(
-                f"the index {self.folder} was opened before this process was forked; SQLite cannot be carried over. Open "
-                "it in this process"
+                f"the index {self.folder} was opened before this process was forked; SQLite cannot be carried over. "
+                "Open it in this process"
             )
         with self.lock:
             if self._inside:  # part of the one that is open; the lock says that it is this thread's

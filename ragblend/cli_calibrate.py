@@ -36,6 +36,7 @@ from ragblend.cli_support import (
     split_numbers,
 )
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
     from ragblend.calibrate import Calibration
@@ -86,8 +87,8 @@ def calibrate(
     settings = settings_for_demo(locals()) if demo else settings_from(locals())
     if settings.is_served:
         raise UsageError(
-            f"{settings.backend} shows no distributions to compare; calibrate on the machine that has its store, with "
-            "--store: the server takes the profile from there"
+            f"{redacted(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
+            "store, with --store: the server takes the profile from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM uses the profile, too
     if plot is not None:

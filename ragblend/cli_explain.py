@@ -38,6 +38,7 @@ from ragblend.cli_support import (
     source_facts,
 )
 from ragblend.errors import UsageError
+from ragblend.redaction import redacted
 
 
 def explain(
@@ -67,7 +68,9 @@ def explain(
     """Show what blending did to a prompt, token by token, and the answer beside full prefill's."""
     settings = settings_for_demo(locals()) if demo else settings_from(locals())
     if settings.backend != "transformers":
-        raise UsageError(f"explain compares the KV itself, which {settings.backend} keeps; use --backend transformers")
+        raise UsageError(
+            f"explain compares the KV itself, which {redacted(settings.backend)} keeps; use --backend transformers"
+        )
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.explain_page import plot_explanation, summary_lines, write_html
     from ragblend.segments import SegmentedPrompt

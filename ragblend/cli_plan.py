@@ -29,6 +29,7 @@ from ragblend.cli_support import (
 )
 from ragblend.config import Settings, load_settings
 from ragblend.errors import UsageError
+from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
     from ragblend.engine.controller import MachineProfile, Option, Plan
@@ -126,8 +127,8 @@ def _bind_threads(settings: Settings, threads: int | None) -> None:
     """`--threads` counts for vLLM only where it does not bind threads itself. Refuses a server: it runs elsewhere."""
     if settings.is_served:
         raise UsageError(
-            f"backend is {settings.backend!r}; on the server's machine, where its store is: --backend vllm, or "
-            "transformers"
+            f"backend is {redacted(settings.backend)!r}; on the server's machine, where its store is: --backend "
+            "vllm, or transformers"
         )
     if settings.backend == "vllm" and threads is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from ragblend.config import Settings, load_settings
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -326,7 +327,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
-        where = f"store of {settings.backend}: {format_bytes(report.new_kv_bytes)} more"
+        where = f"store of {redacted(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
     skipped = [f"{shown(path)} {reason.partition(';')[0]}" for path, reason in report.skipped]
     lines = [
         f"{report.num_documents} documents ({report.num_unchanged} unchanged), {report.num_chunks} chunks, "

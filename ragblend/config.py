@@ -1,7 +1,14 @@
-"""Settings: flags > `RAGBLEND_*` environment > `ragblend.toml` > defaults. A frozen value, checked once, at birth."""
+"""Settings: flags > `RAGBLEND_*` environment > the folder's `ragblend.toml` > the user's own file > defaults.
+
+A folder may come from anywhere, so its file sets what answers look like, and what is inside the folder. What would run
+code, send documents elsewhere or reach into other folders counts from flags, the environment and the user's own
+`$XDG_CONFIG_HOME/ragblend/config.toml` only; in a folder's file it is ignored, and said. A frozen value, checked once,
+at birth.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -10,8 +17,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
+from ragblend.files import read_file
+from ragblend.redaction import redacted
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "ragblend.toml"
+USER_FILE = "config.toml"
+"""The user's own settings, in `user_folder()`."""
+_EMBEDDERS = ("auto", "minilm", "hashing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class Settings:
     memory_gib: float = 2.0  # budget of the memory tier
     disk_gib: float = 0.0  # budget of the disk tier; 0: no limit
     remote: str | None = None  # shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or any fsspec URL
+    store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
     remote_timeout_s: float = 5.0  # longest wait for one chunk from there
     eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
     quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
@@ -64,7 +79,9 @@ class Settings:
         if self.remote_timeout_s <= 0:
             raise UsageError(f"remote_timeout_s is {self.remote_timeout_s}; choose more than 0 seconds")
         if self.backend not in ("transformers", "vllm") and not self.is_served:
-            raise UsageError(f"backend is {self.backend!r}; choose transformers, vllm or a server's http://HOST:PORT")
+            raise UsageError(
+                f"backend is {redacted(self.backend)!r}; choose transformers, vllm or a server's http://HOST:PORT"
+            )
         for name, known in (
             ("mode", ("blend", "full", "prefix", "reuse")),
             ("order", ("score", "document")),
@@ -78,23 +95,93 @@ class Settings:
     @property
     def is_served(self) -> bool:
         """Whether the backend is a server: the KV store is then the server's."""
-        return self.backend.startswith(("http://", "https://"))
+        return _is_url(self.backend)
+
+    def __repr__(self) -> str:
+        """Without passwords, which URLs may hold."""
+        shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        shown |= {name: value and redacted(value) for name, value in shown.items() if name in ("remote", "backend")}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
-    """Settings from `flags` (None values are unset), the environment and `ragblend.toml` in `directory`."""
-    values = _from_file((directory or Path.cwd()) / CONFIG_FILE)
-    values.update(read_environment(os.environ))
-    values.update({name: value for name, value in (flags or {}).items() if value is not None})
-    return Settings(**values)
+    """Settings from `flags` (None values are unset), the environment, `directory`'s `ragblend.toml`, the user's own."""
+    folder = directory or Path.cwd()
+    own = _from_file(user_folder() / USER_FILE)
+    said = read_environment(os.environ) | {name: value for name, value in (flags or {}).items() if value is not None}
+    return Settings(**own | _believed(_from_file(folder / CONFIG_FILE), folder, own | said) | said)
+
+
+def trusted_setting(name: str) -> Any:
+    """A setting that no folder's file may set: from the environment, else the user's own file; None where unset."""
+    return read_environment(os.environ, (name,)).get(name, _from_file(user_folder() / USER_FILE).get(name))
+
+
+def user_folder() -> Path:
+    """Where the user's own configuration is: `$XDG_CONFIG_HOME/ragblend`, else `~/.config/ragblend`."""
+    named, home = Path(os.environ.get("XDG_CONFIG_HOME", "")), os.path.expanduser("~")  # noqa: PTH111 (Path's raises)
+    return (named if named.is_absolute() else Path("/", home, ".config")) / "ragblend"  # never below the working folder
+
+
+def _believed(found: Mapping[str, Any], folder: Path, trusted: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a folder's file counts. `trusted`: what flags, environment and the user's own file say."""
+    believed = {}
+    for name, value in found.items():
+        reason = _refusal(name, value, folder, trusted)
+        if not reason:
+            believed[name] = value
+        elif name not in trusted:
+            log.warning(
+                "%s sets %s, which is ignored: %s. If you want it, say so yourself: its flag, RAGBLEND_%s, or %s",
+                folder / CONFIG_FILE, name, reason, name.upper(), user_folder() / USER_FILE,
+            )  # fmt: skip
+    return believed
+
+
+def _refusal(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) -> str:
+    """Why a folder's file may not set `name` to `value`; "" where it may."""
+    if name == "trust_remote_code" and value:
+        return "it would run code that comes with a model"
+    if name == "model" and trusted.get("trust_remote_code"):
+        return "it would choose the model whose code runs"
+    if name == "embedder" and value not in _EMBEDDERS and (_is_path(value) or (folder / value).exists()):
+        return "an embedding model in a folder may bring code"
+    if name == "remote":
+        return "your documents' KV would go there, and what is there would be believed"
+    if name == "backend" and _is_url(value):
+        return "your documents and questions would go there, with your API key"
+    if name == "store_key_file":
+        return "who knows the key can write what is believed"
+    if name in ("index", "store") and not _is_inside(value, folder):
+        return "it is outside of that folder"
+    if name in ("disk_gib", "quota_gib") and not _is_inside(trusted.get("store", Settings().store), folder):
+        return "it would evict KV of a store outside of that folder"
+    return ""
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.count("/") > 1
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    try:
+        return (folder / path).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or no path at all
+        return False
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
-        values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(read_file(path).decode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(values) - known)

@@ -54,7 +54,9 @@ class BlendLLM(BlendModel, CustomLLM):
     one string instead of messages, and `raw=True` sends that string without the model's template.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True
+    )
 
     is_chat_model: bool = True
     raw: bool = False

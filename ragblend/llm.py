@@ -43,7 +43,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from ragblend.engine.protocols import Stream
 
-_CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
+_CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True)
 _ROLES = {
     "system": "system",
     "developer": "system",

@@ -462,8 +462,8 @@ def _server(settings: Settings) -> Check:
     finally:
         connection.close()
     if not facts.fingerprint:
-        return Check("server", False, f"{settings.backend} is vLLM with {facts.model}, without ragblend", remedy)
-    return Check("server", True, f"{settings.backend} blends {facts.model}, {facts.context_length} tokens of context")
+        return Check("server", False, f"{connection.url} is vLLM with {facts.model}, without ragblend", remedy)
+    return Check("server", True, f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context")
 
 
 def _package(name: str, extra: str = "") -> Check:

@@ -25,6 +25,7 @@ from ragblend.engine.vllm_launch import (
     transfer_config,
 )
 from ragblend.errors import UsageError
+from ragblend.redaction import shown_command, without_secrets
 
 API_KEY = "VLLM_API_KEY"
 
@@ -65,10 +66,10 @@ class Launch:
     url: str
 
     def shown(self) -> str:
-        """The command as one can type it, without the API key and a remote's password."""
-        secrets = {name for name, value in self.environment.items() if name == API_KEY or "@" in value}
-        settings = [f"{name}={'...' if name in secrets else value}" for name, value in self.environment.items()]
-        return shlex.join(["env", *settings, *self.command] if settings else self.command)
+        """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
+        settings = [f"{name}={value}" for name, value in without_secrets(self.environment).items()]
+        command = shown_command(list(self.command))
+        return shlex.join(["env", *settings, *command] if settings else command)
 
 
 def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> Launch:
@@ -113,10 +114,5 @@ def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Become the server. Returns only by raising."""
     launch = prepare(options, flags)
     checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
-    facts: dict[str, str | int] = {
-        "model": checkpoint.name,
-        "dtype": checkpoint.dtype,
-        "num_layers": checkpoint.num_layers,
-    }
-    register_model(Path(options.store), checkpoint.fingerprint, facts, new_model=True)
+    register_model(Path(options.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import FrozenInstanceError, fields
 from importlib.metadata import requires
@@ -10,19 +11,26 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from ragblend.config import Settings, load_settings
+from ragblend.config import USER_FILE, Settings, load_settings, user_folder
 from ragblend.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for field in fields(Settings):
         monkeypatch.delenv(f"RAGBLEND_{field.name.upper()}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
 
 
 def write(directory: Path, text: str) -> Path:
     (directory / "ragblend.toml").write_text(text)
     return directory
+
+
+def write_own(text: str) -> None:
+    """The user's own configuration file."""
+    user_folder().mkdir(parents=True, exist_ok=True)
+    (user_folder() / USER_FILE).write_text(text)
 
 
 def test_without_any_source_the_defaults_hold(tmp_path: Path):
@@ -39,7 +47,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeyp
 
 
 def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path: Path):
-    write(tmp_path, "k = 4\nneighbours = 2\ntrust_remote_code = true\nratio = 0.4\n")
+    write_own("k = 4\nneighbours = 2\ntrust_remote_code = true\nratio = 0.4\n")
     settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "ratio": 0.0}, tmp_path)
     assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.ratio) == (4, 0, False, 0.0)
 
@@ -138,8 +146,10 @@ def test_the_ends_of_each_range_are_allowed(values):
     assert all(getattr(Settings(**values), name) == value for name, value in values.items())
 
 
-def test_the_remote_tier_is_named_by_flag_environment_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write(tmp_path, 'remote = "s3://bucket/kv"\ndisk_gib = 20\neviction = "gdsf"\n')
+def test_the_remote_tier_is_named_by_flag_environment_or_the_users_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_own('remote = "s3://bucket/kv"\ndisk_gib = 20\neviction = "gdsf"\n')
     settings = load_settings(directory=tmp_path)
     assert (settings.remote, settings.disk_gib, settings.eviction) == ("s3://bucket/kv", 20.0, "gdsf")
     monkeypatch.setenv("RAGBLEND_REMOTE", "redis://cache:6379/0")
@@ -158,3 +168,74 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
     (ours,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "jinja2")
     theirs = (each for each in map(Requirement, requires("transformers") or ()) if each.name == "jinja2")
     assert {str(each.specifier) for each in theirs} == {str(ours.specifier)}
+
+
+# --- what a folder's file may not say ---
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("trust_remote_code = true", "trust_remote_code"),
+        ('remote = "redis://elsewhere:6379/0"', "remote"),
+        ('backend = "https://elsewhere"', "backend"),
+        ('store_key_file = "known.key"', "store_key_file"),
+        ('embedder = "./embedder"', "embedder"),
+        ('embedder = "inside"', "embedder"),
+        ('index = "/home/somebody/index"', "index"),
+        ('store = "../other/kv"', "store"),
+        ('store = "link/kv"', "store"),
+    ],
+)
+def test_a_folders_file_does_not_run_code_or_reach_outside_and_says_so(line, name, tmp_path: Path, caplog):
+    folder = tmp_path / "project"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path, target_is_directory=True)
+    settings = load_settings(directory=write(folder, f"k = 7\n{line}\n"))
+    assert getattr(settings, name) == getattr(Settings(), name)
+    assert settings.k == 7, "the rest of the file counts"
+    assert f"ragblend.toml sets {name}, which is ignored" in caplog.text
+    assert f"RAGBLEND_{name.upper()}" in caplog.text
+
+
+def test_the_same_settings_count_from_the_users_own_file_the_environment_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    write(tmp_path, 'remote = "redis://evil"\ntrust_remote_code = true\nk = 2\n')
+    write_own('remote = "redis://mine"\nk = 1\nstore = "/mnt/kv"\n')
+    assert (load_settings(directory=tmp_path).remote, load_settings(directory=tmp_path).k) == ("redis://mine", 2)
+    assert load_settings(directory=tmp_path).store == "/mnt/kv"
+    assert not load_settings(directory=tmp_path).trust_remote_code
+    monkeypatch.setenv("RAGBLEND_REMOTE", "redis://environment")
+    assert load_settings(directory=tmp_path).remote == "redis://environment"
+    assert load_settings({"remote": "redis://flag"}, tmp_path).remote == "redis://flag"
+
+
+def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_path: Path, caplog):
+    write(tmp_path, 'model = "./theirs"\n')
+    assert load_settings(directory=tmp_path).model == "./theirs", "its weights run no code"
+    assert load_settings({"trust_remote_code": True}, tmp_path).model == "demo"
+    assert "the model whose code runs" in caplog.text
+    assert load_settings({"trust_remote_code": True, "model": "./theirs"}, tmp_path).model == "./theirs"
+
+
+def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
+    write(tmp_path, "disk_gib = 0.001\nquota_gib = 0.001\n")
+    assert load_settings(directory=tmp_path).disk_gib == 0.001
+    outside = load_settings({"store": "/mnt/kv"}, tmp_path)
+    assert (outside.disk_gib, outside.quota_gib) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "bytes", "brackets"])
+def test_what_is_no_file_in_its_place_is_a_clear_error(kind: str, tmp_path: Path):
+    path = tmp_path / "ragblend.toml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        path.write_bytes(b"\xff\xfe" if kind == "bytes" else b"k = " + b"[" * 100_000)
+    with pytest.raises(UsageError, match=r"ragblend\.toml (cannot be read|is not valid TOML)"):
+        load_settings(directory=tmp_path)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.redaction import has_secret, redacted
 
 if TYPE_CHECKING:
     from ragblend.engine.eviction import Policy
     from ragblend.engine.protocols import Engine, KVStore
     from ragblend.engine.quantize import KvDtype
+    from ragblend.engine.signing import KeyChoice
     from ragblend.engine.store import TieredStore
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.vllm_client import VllmClient
@@ -48,6 +50,7 @@ def open_store(
     kv_dtype: KvDtype = "auto",
     create: bool = True,
     fsync: bool = True,
+    store_key: KeyChoice = "auto",
 ) -> TieredStore:
     """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
 
@@ -57,24 +60,28 @@ def open_store(
     what each namespace may hold in each local tier, or by namespace (0: no limit). `kv_dtype`: how new KV is stored,
     "auto" as computed, "int8" or "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when
     `path` does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
-    `fsync` False is for a disk tier whose entries may go missing in a power cut.
+    `fsync` False is for a disk tier whose entries may go missing in a power cut. `store_key`: what entries are signed
+    with, and must be; "auto" the process's own key, if it has one (`signing.find_key`).
     """
     from ragblend.engine.disk import DiskStore
     from ragblend.engine.remote import open_remote
+    from ragblend.engine.signing import chosen_key
     from ragblend.engine.store import MemoryStore, TieredStore
 
-    quotas = _quotas(quota_gib)
+    quotas, key = _quotas(quota_gib), chosen_key(store_key)
     tiers: list[KVStore] = []
     if memory_gib > 0:
         tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
     if path is not None:
         budget = int(disk_gib * GIB) or None
-        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas)
+        disk = DiskStore(
+            path, fsync=fsync, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas, store_key=key
+        )
         tiers.append(disk)
         for document, keys in disk.pins().items() if memory_gib > 0 else ():
             memory.pin(document, keys)
     if remote is not None:
-        tiers.append(open_remote(remote, timeout_s=remote_timeout_s))
+        tiers.append(open_remote(remote, timeout_s=remote_timeout_s, store_key=key))
     return TieredStore(*tiers, kv_dtype=kv_dtype)
 
 
@@ -167,8 +174,10 @@ def load_engine(
         )  # fmt: skip
     if backend.startswith(("http://", "https://")):
         if dtype != "auto" or device != "auto" or vllm_options:
-            raise UsageError(f"dtype, device and vllm_options are set where the server starts, not with {backend}")
-        _refuse_tiers(tiers, backend)
+            raise UsageError(
+                f"dtype, device and vllm_options are set where the server starts, not with {redacted(backend)}"
+            )
+        _refuse_tiers(tiers, redacted(backend))
         asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
         return _load_client(
             model, store, backend, {name: value for name, value in asked.items() if value is not None},
@@ -182,8 +191,10 @@ def load_engine(
             options, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
-        raise UsageError(f"backend is {backend!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT")
-    from ragblend.engine.kv import dtype_name
+        raise UsageError(
+            f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+        )
+    from ragblend.engine.kv import ModelShape, dtype_name
     from ragblend.engine.machine import machine_facts, read_profile
     from ragblend.engine.transformers_engine import TransformersEngine
     from ragblend.engine.transformers_layers import TransformersLayers
@@ -201,9 +212,8 @@ def load_engine(
     loaded = load_model(model, dtype, device, trust_remote_code)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
-        dtype = dtype_name(layers.dtype)
-        facts: dict[str, str | int] = {"model": loaded.name, "dtype": dtype, "num_layers": layers.num_layers}
-        register_model(Path(store), loaded.fingerprint, facts, new_model)
+        shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
+        register_model(Path(store), loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, new_model)
     segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
     return TransformersEngine(
         layers,
@@ -233,7 +243,7 @@ def _command_flags(store: str | Path | None, **settings: Any) -> str:
 
 def _without_password(url: str | None) -> str | None:
     """The URL, for a log; None where it holds a password, which the environment has then."""
-    return None if url is None or "@" in url else url
+    return None if url is None or has_secret(url) else url
 
 
 def _tier_defaults() -> dict[str, Any]:
@@ -269,14 +279,16 @@ def _load_client(
     from ragblend.segments import Segmenter, prompt_format
 
     if store is not None and not isinstance(store, str | Path):
-        raise UsageError(f"store is a {type(store).__name__}; with {url} the store is the server's, give a directory")
+        raise UsageError(
+            f"store is a {type(store).__name__}; with {redacted(url)} the store is the server's, give a directory"
+        )
     opened = Connection(url, **connection)
     try:
         facts = server_facts(opened, model)
         tokenizer, path = load_tokenizer(model, trust_remote_code)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {url} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+                f"the server at {redacted(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
             )
         segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
         root = Path(store) if store is not None else None
@@ -312,10 +324,7 @@ def _load_vllm(
     checkpoint = find_checkpoint(model, dtype, trust_remote_code)
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
     root = place if isinstance(place, Path) else Path(place.name)
-    facts: dict[str, str | int] = {
-        "model": checkpoint.name, "dtype": checkpoint.dtype, "num_layers": checkpoint.num_layers
-    }  # fmt: skip
-    register_model(root, checkpoint.fingerprint, facts, new_model)
+    register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
     transfer = transfer_config(root, tiers, model=model, system=options["system"], trust_remote_code=trust_remote_code)
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
@@ -325,15 +334,18 @@ def _load_vllm(
     )  # fmt: skip
 
 
-def register_model(path: Path, fingerprint: str, facts: dict[str, str | int], new_model: bool) -> None:
-    """Note in the store at `path` whose KV it holds; refuse one that holds only other models', unless `new_model`."""
+def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:
+    """Note in the store at `path` whose KV it holds, and what that looks like, which `verify` needs to know.
+
+    A store that holds only other models' KV is refused, unless `new_model`.
+    """
     from ragblend.engine.disk import DiskStore
 
     disk = DiskStore(path)
     models = disk.models()
-    if fingerprint in models:
+    if "kv_shapes" in models.get(fingerprint, {}):
         return
-    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged
+    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged, or an older one
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "

@@ -7,8 +7,13 @@ tensors lie side by side under one checksum: keys and values as computed (format
 and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers: about as many bytes as
 base64 for five-digit ids, and `jq` shows them.
 
-Works on headers, tensors and one file, or the bytes of one, at a time. Knows nothing about directories, eviction,
-models or prompts.
+xxh3 finds damage; who wants to can make another layer with the same checksum. Where a store has a key, entries are of
+version 3: the checksums of layers are BLAKE3 digests, and the header's second field is its signature, taken with the
+digits of both fields zeroed. So the signature speaks for the header, and through the digests for every layer, which is
+still read and checked alone. See `signing`.
+
+What a reader demands of an entry besides is one value, `Demands`. Works on headers, tensors and one file, or the bytes
+of one, at a time. Knows nothing about directories, eviction or prompts.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import math
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -27,23 +33,30 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from ragblend.engine.finite import layer_is_finite
+from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import (
     LAYOUT_VERSION,
     KVHeader,
     LayerKV,
     MemoryKV,
+    ModelShape,
     StoredLayer,
     TensorSpec,
     restored,
     tensor_specs,
 )
 from ragblend.engine.quantize import CODE_DTYPES, QuantizedLayer
-from ragblend.errors import DamagedEntryError
+from ragblend.engine.signing import DIGITS, UNSIGNED, StoreKey
+from ragblend.errors import DamagedEntryError, UsageError
+from ragblend.files import open_file
 
 FORMAT_VERSION = 1
 """Version of how an entry is written; LAYOUT_VERSION says what its tensors mean."""
 QUANTIZED_FORMAT_VERSION = 2
 """The same of an entry in eight bits. One as computed is written as ever, for readers that know no other."""
+SIGNED_FORMAT_VERSION = 3
+"""The same of an entry that is signed, in whatever dtype."""
 
 _SAFETENSORS_DTYPES = {
     torch.float32: "F32",
@@ -54,7 +67,10 @@ _SAFETENSORS_DTYPES = {
 }
 _OPENING = b'{"__metadata__":{"ragblend":"{\\"header_xxh3_128\\":\\"'
 _DIGITS = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_SIGNATURE_OPENING = b'\\",\\"signature\\":\\"'
+_SIGNATURE = slice(_DIGITS.stop + len(_SIGNATURE_OPENING), _DIGITS.stop + len(_SIGNATURE_OPENING) + DIGITS)
+_MAX_HEADER_BYTES = 8 << 20  # a million tokens; parsed, it can take twenty times as much memory
+_MAX_DIM = 1 << 31
 
 
 class UnreadableError(Exception):
@@ -65,41 +81,95 @@ class MismatchError(UnreadableError):
     """An intact entry that is not for this reader: of another version, or of other tokens."""
 
 
+class UnsignedError(UnreadableError):
+    """An entry without the signature that this reader's key makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a reader asks of entries besides intact bytes.
+
+    `store_key`: they must be signed with it; None takes any. `shapes`: what the KV of a model looks like, by
+    fingerprint, for models that are known; it may grow.
+    """
+
+    store_key: StoreKey | None = None
+    shapes: dict[str, ModelShape] = field(default_factory=dict)
+
+
+_NOTHING = Demands()
+
+
+class _Digest(NamedTuple):
+    """How the layers of an entry are digested."""
+
+    field: str
+    num_digits: int
+    of: Callable[[], Any]  # an object with `update` and `hexdigest`
+
+
+def _blake3() -> Any:
+    from blake3 import blake3  # here: a store without a key does without
+
+    return blake3()
+
+
+_CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_blake3", 64, _blake3)
+
+
 # --- writing: facts -> header bytes, then one layer after the other ---
 
 
-def header_nbytes(kv: MemoryKV) -> int:
+def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
     """Bytes of length prefix and header, which is where the tensors of a chunk's file start."""
-    return len(_encode_header(kv.header, kv.layers, ["0" * 32] * len(kv.layers)))
+    digest = _digest_for(store_key)
+    nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
+    if nbytes > _MAX_HEADER_BYTES:
+        num_tokens = len(kv.header.prefix_ids) + kv.header.num_tokens
+        raise UsageError(
+            f"a chunk and what it was computed behind, {num_tokens} tokens, are too long to be stored: their ids take "
+            f"{nbytes} bytes, {_MAX_HEADER_BYTES} are read; split documents into smaller chunks (--chunk-size)"
+        )
+    return nbytes
 
 
-def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int) -> None:
-    """Write a chunk's file to an empty, seekable stream; `data_offset` is its `header_nbytes`."""
+def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
+    """Write a chunk's file to an empty, seekable stream, signed where there is a key; `data_offset` is its
+    `header_nbytes`.
+    """
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
     checksums = []
     for layer in kv.layers:
         data = [_tensor_bytes(tensor) for tensor in layer]
-        checksums.append(_checksum(*data))
+        checksums.append(_checksum(_digest_for(store_key), *data))
         stream.writelines(data)
     stream.seek(0)
-    header = _encode_header(kv.header, kv.layers, checksums)
+    header = _encode_header(kv.header, kv.layers, checksums, store_key)
     assert len(header) == data_offset
     stream.write(header)
 
 
-def encode_chunk(kv: MemoryKV) -> bytes:
+def encode_chunk(kv: MemoryKV, store_key: StoreKey | None = None) -> bytes:
     """The bytes of a chunk's file, for stores that keep values instead of files."""
     stream = io.BytesIO()
-    write_chunk(stream, kv, header_nbytes(kv))
+    write_chunk(stream, kv, header_nbytes(kv, store_key), store_key)
     return stream.getvalue()
 
 
-def _encode_header(header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str]) -> bytes:
+def _digest_for(store_key: StoreKey | None) -> _Digest:
+    return _CHECKSUM if store_key is None else _SECURE
+
+
+def _encode_header(
+    header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str], store_key: StoreKey | None
+) -> bytes:
     """Length prefix and header. Its length depends on shapes and facts, not on the checksums' digits."""
+    version = FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION
     facts = {
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
-        "format_version": FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION,
+        **({} if store_key is None else {"signature": "0" * DIGITS}),  # second, at _SIGNATURE
+        "format_version": version if store_key is None else SIGNED_FORMAT_VERSION,
         "layout_version": header.layout_version,
         "key": header.key,
         "fingerprint": header.fingerprint,
@@ -109,7 +179,7 @@ def _encode_header(header: KVHeader, layers: Sequence[StoredLayer], checksums: S
         "num_layers": header.num_layers,
         "prefix_ids": [int(token) for token in header.prefix_ids],
         "token_ids": [int(token) for token in header.token_ids],
-        "layers_xxh3_128": list(checksums),
+        _digest_for(store_key).field: list(checksums),
     }
     table: dict[str, Any] = {"__metadata__": {"ragblend": json.dumps(facts, separators=(",", ":"))}}
     end = 0
@@ -125,6 +195,8 @@ def _encode_header(header: KVHeader, layers: Sequence[StoredLayer], checksums: S
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # as safetensors does: tensor data starts 8-byte aligned
     raw = bytearray(len(text).to_bytes(8, "little") + text)
+    if store_key is not None:
+        raw[_SIGNATURE] = store_key.sign(header.namespace, raw).encode()
     raw[_DIGITS] = xxh3_128_hexdigest(raw).encode()
     return bytes(raw)
 
@@ -134,12 +206,12 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _checksum(*parts: memoryview) -> str:
-    """xxh3_128 of the parts, one after the other."""
-    digest = xxh3_128()
+def _checksum(digest: _Digest, *parts: memoryview) -> str:
+    """The digest of the parts, one after the other."""
+    made = digest.of()
     for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+        made.update(part)
+    return str(made.hexdigest())
 
 
 # --- reading: header bytes -> facts and positions ---
@@ -154,8 +226,21 @@ class _Span(NamedTuple):
     checksum: str
 
 
-def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span, ...]]:
-    """Facts and layer positions of a file that starts with `raw` and has `file_nbytes` bytes."""
+class _Entry(NamedTuple):
+    """An entry whose header was found good."""
+
+    header: KVHeader
+    spans: tuple[_Span, ...]
+    digest: _Digest
+    is_trusted: bool  # signed with the reader's key
+
+
+def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> _Entry:
+    """Facts and layer positions of a file that starts with `raw`, has `file_nbytes` bytes and is to be `key`'s.
+
+    Every field is checked: against `key`, which model, prefix, tokens and namespace make; against the model's shape
+    where that is known; and, in all, against the file's size. Nothing of that size is allocated before.
+    """
     if raw[8 : _DIGITS.start] != _OPENING:
         raise UnreadableError("not written by ragblend")
     zeroed = bytearray(raw)
@@ -165,12 +250,13 @@ def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span,
     try:
         table = json.loads(raw[8:])
         facts = json.loads(table.pop("__metadata__")["ragblend"])
-        versions = (facts["format_version"], facts["layout_version"])
-        known = [(version, LAYOUT_VERSION) for version in (FORMAT_VERSION, QUANTIZED_FORMAT_VERSION)]
-        kv_dtype = facts.get("kv_dtype")
-        if versions not in known or kv_dtype not in (None, *CODE_DTYPES):
-            found = f"{versions}{f' with {kv_dtype}' if kv_dtype else ''}"
-            raise MismatchError(f"format and layout versions {found}, this ragblend reads {known}")
+        version, layout, kv_dtype = facts["format_version"], facts["layout_version"], facts.get("kv_dtype")
+        known = [FORMAT_VERSION, QUANTIZED_FORMAT_VERSION, SIGNED_FORMAT_VERSION]
+        if version not in known or layout != LAYOUT_VERSION or kv_dtype not in (None, *CODE_DTYPES):
+            found = _short(f"{(version, layout)}{f' with {kv_dtype}' if kv_dtype else ''}")
+            reads = [(each, LAYOUT_VERSION) for each in known]
+            raise MismatchError(f"format and layout versions {found}, this ragblend reads {reads}")
+        is_signed = version == SIGNED_FORMAT_VERSION
         header = KVHeader(
             key=facts["key"],
             fingerprint=facts["fingerprint"],
@@ -182,13 +268,32 @@ def _decode_header(raw: bytes, file_nbytes: int) -> tuple[KVHeader, tuple[_Span,
             layout_version=facts["layout_version"],
             kv_dtype=kv_dtype,
         )
-        spans = _layer_spans(header, table, facts["layers_xxh3_128"], start=len(raw))
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UnreadableError(f"the header does not describe an entry: {error!r}") from error
-    end = spans[-1].offset + spans[-1].nbytes if spans else len(raw)
-    if end != file_nbytes:
+        if header.key != key:
+            raise UnreadableError(f"it holds the KV of {_short(str(header.key))}")
+        if chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace) != key:
+            raise UnreadableError("its token ids, model, prefix and namespace do not make its key")
+        is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, demands.store_key)
+        if demands.store_key is not None and not is_trusted:
+            raise UnsignedError(UNSIGNED)
+        digest = _SECURE if is_signed else _CHECKSUM
+        spans = _layer_spans(header, table, facts[digest.field], start=len(raw))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise UnreadableError(f"the header does not describe an entry: {_short(repr(error))}") from error
+    if (end := spans[-1].offset + spans[-1].nbytes) != file_nbytes:
         raise UnreadableError(f"the file has {file_nbytes} bytes, its header says {end}")
-    return header, spans
+    if (shape := demands.shapes.get(header.fingerprint)) is not None:
+        problem = shape.misfit(header, [_dims(span.tensors) for span in spans])
+        if problem:
+            raise UnreadableError(problem)
+    return _Entry(header, spans, digest, is_trusted)
+
+
+def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKey | None) -> bool:
+    """Whether the header `raw` carries the key's signature. `zeroed`: the same with its checksum's digits zeroed."""
+    if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
+        return False
+    zeroed[_SIGNATURE] = b"0" * DIGITS
+    return store_key.signs(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
 
 
 def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int) -> tuple[_Span, ...]:
@@ -200,14 +305,29 @@ def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence
         for name, dtype, shape in specs:
             tensor = table[f"{layer}.{name}"]
             nbytes = math.prod(shape) * dtype.itemsize
-            if tensor["data_offsets"] != [end, end + nbytes] or tuple(tensor["shape"]) != shape or min(shape) < 0:
+            if (
+                tensor["data_offsets"] != [end, end + nbytes]
+                or tensor["shape"] != list(shape)
+                or not all(type(count) is int and 0 < count < _MAX_DIM for count in shape)
+            ):
                 raise ValueError(f"{layer}.{name} at {tensor['data_offsets']}, shape {tensor['shape']}")
             end += nbytes
         num_tensors += len(specs)
         spans.append(_Span(start + layer_start, end - layer_start, specs, checksum))
-    if len(checksums) != header.num_layers or len(table) != num_tensors:
+    if not spans or len(spans) != header.num_layers or len(table) != num_tensors:
         raise ValueError(f"{len(table)} tensors and {len(checksums)} checksums for {header.num_layers} layers")
     return tuple(spans)
+
+
+def _short(text: str) -> str:
+    """What a header says may be as long as the header."""
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
+    """H, D of keys and D of values of a layer's tensors; (H, D, 0) where keys and values have not the same heads."""
+    keys, values = tensors[-2].shape, tensors[-1].shape
+    return keys[0], keys[2], values[2] if values[0] == keys[0] else 0
 
 
 # --- reading: one open file, one layer at a time ---
@@ -220,7 +340,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.fd = -1  # __del__ runs even when the next line raises
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = open_file(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -242,8 +362,12 @@ class OpenFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's size."""
-        return os.fstat(self.fd).st_size
+        """The file's size. UnreadableError where most of it is a hole: a file of 2 KB can claim to hold a terabyte."""
+        facts = os.fstat(self.fd)
+        # A file system that compresses, or has not written yet, also shows few blocks; it shows no hole.
+        if facts.st_blocks * 512 < facts.st_size // 2 and os.lseek(self.fd, 0, os.SEEK_HOLE) < facts.st_size:
+            raise UnreadableError(f"of its {facts.st_size} bytes, {facts.st_blocks * 512} are on the disk")
+        return facts.st_size
 
 
 class _Bytes:
@@ -281,33 +405,44 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
     return bytes(prefix + text), size
 
 
-def _read_layer(source: _Source, header: KVHeader, span: _Span, index: int) -> StoredLayer:
+def _read_layer(source: _Source, entry: _Entry, index: int) -> StoredLayer:
     """One layer as it is stored, verified, in memory of its own."""
+    span = entry.spans[index]
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
     with torch.inference_mode(False):
-        buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
+        try:
+            buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
+        except RuntimeError as error:
+            raise OSError(errno.ENOMEM, f"there is no memory for {span.nbytes} bytes") from error
         data = buffer.numpy().data
         source.read(data, span.offset)
-        if xxh3_128_hexdigest(data) != span.checksum:
+        if _checksum(entry.digest, data) != span.checksum:
             raise UnreadableError(f"layer {index} does not match its checksum")
-        tensors, end = [], 0
-        for _, dtype, shape in span.tensors:  # the widest dtypes come first, so that each starts aligned
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            tensors.append(buffer[start:end].view(dtype).view(shape))
-        return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
+        layer = _layer_in(buffer, span.tensors, entry.header)
+    # Who signs does not store what is not finite (`TieredStore.put`); anybody else may.
+    if not entry.is_trusted and not layer_is_finite(layer):
+        raise UnreadableError(f"layer {index} holds infinity or NaN")
+    return layer
 
 
-def decode_chunk(data: bytes, key: str) -> MemoryKV:
+def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> StoredLayer:
+    """The layer whose tensors lie side by side in `buffer`."""
+    tensors, end = [], 0
+    for _, dtype, shape in specs:  # the widest dtypes come first, so that each starts aligned
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        tensors.append(buffer[start:end].view(dtype).view(shape))
+    return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
+
+
+def decode_chunk(data: bytes, key: str, demands: Demands = _NOTHING) -> MemoryKV:
     """The chunk in the bytes of its file, every byte of them verified.
 
-    Raises UnreadableError for damage and for another key's chunk, MismatchError for another version's.
+    Raises UnreadableError for damage, for another key's chunk and for what does not meet `demands`, MismatchError for
+    another version's.
     """
     source = _Bytes(data)
-    raw, nbytes = _header_bytes(source)
-    header, spans = _decode_header(raw, nbytes)
-    if header.key != key:
-        raise UnreadableError(f"it holds the KV of {header.key}")
-    return MemoryKV(header, tuple(_read_layer(source, header, span, index) for index, span in enumerate(spans)))
+    entry = _decode_header(*_header_bytes(source), key, demands)
+    return MemoryKV(entry.header, tuple(_read_layer(source, entry, index) for index in range(len(entry.spans))))
 
 
 class DiskKV:
@@ -318,18 +453,24 @@ class DiskKV:
     the file again and accepts it if its header, and so every checksum, is the same. Safe to share between threads.
     """
 
-    def __init__(self, key: str, path: Path, file: OpenFile, on_damage: Callable[[str, Path, OpenFile, str], None]):
+    def __init__(
+        self,
+        key: str,
+        path: Path,
+        file: OpenFile,
+        on_damage: Callable[[str, Path, OpenFile, str], None],
+        demands: Demands = _NOTHING,
+    ) -> None:
         raw, file_nbytes = _header_bytes(file)
-        self.header, self._spans = _decode_header(raw, file_nbytes)
-        if self.header.key != key:
-            raise UnreadableError(f"it holds the KV of {self.header.key}")
+        self._entry = _decode_header(raw, file_nbytes, key, demands)
+        self.header = self._entry.header
         self._path, self._digits, self._on_damage = path, raw[_DIGITS], on_damage
         self._file: OpenFile | None = file if file.keepable else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers' tensors."""
-        return sum(span.nbytes for span in self._spans)
+        return sum(span.nbytes for span in self._entry.spans)
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
@@ -373,4 +514,4 @@ class DiskKV:
         return file
 
     def _read(self, file: OpenFile, index: int) -> StoredLayer:
-        return _read_layer(file, self.header, self._spans[index], index)
+        return _read_layer(file, self._entry, index)

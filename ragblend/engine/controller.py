@@ -48,7 +48,8 @@ class MachineProfile:
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.prefill_s or min(min(point) for point in self.prefill_s) <= 0:
+        numbers = [number for point in (*self.prefill_s, *self.shares) for number in point]
+        if not all(map(math.isfinite, numbers)) or not self.prefill_s or min(map(min, self.prefill_s)) <= 0:
             raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
         if self.num_layers < 1 or self.bytes_per_token < 1:
             raise UsageError(

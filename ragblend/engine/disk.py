@@ -4,6 +4,7 @@
     ROOT/models/FINGERPRINT.json    whose KV the store holds
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/profiles/NAME.json         what was calibrated (see `profile`)
+    ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
     ROOT/entries.jsonl              whose namespace each entry is of, where quotas are kept (see `room`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
@@ -14,7 +15,6 @@ prompts or other tiers.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -26,20 +26,33 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.chunk_file import DiskKV, MismatchError, OpenFile, UnreadableError, header_nbytes, write_chunk
+from ragblend.engine.chunk_file import (
+    Demands,
+    DiskKV,
+    MismatchError,
+    OpenFile,
+    UnreadableError,
+    UnsignedError,
+    header_nbytes,
+    write_chunk,
+)
 from ragblend.engine.directory import Directory, remove_file, unlink
 from ragblend.engine.eviction import Policy
-from ragblend.engine.kv import ChunkKV, KVHeader, in_memory
-from ragblend.engine.profile import PROFILES_DIR, Profile, parse_profile
-from ragblend.engine.protocols import StoreCounters
+from ragblend.engine.kv import ChunkKV, KVHeader, ModelShape, in_memory
+from ragblend.engine.profile import PROFILES_DIR, Profile, profile_in
+from ragblend.engine.protocols import StoreCounters, VerifyResult
 from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
 from ragblend.engine.sealed import seal, unseal
+from ragblend.engine.signing import KeyChoice, StoreKey, chosen_key
 from ragblend.engine.sizes import format_bytes
 from ragblend.errors import CorruptError, NotFoundError, StoreNotWritableError, UsageError
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
 
-MODELS_DIR, PINS_DIR = "models", "pins"
+MODELS_DIR, PINS_DIR, MACHINES_DIR = "models", "pins", "machines"
+NOTES = (MODELS_DIR, PROFILES_DIR, MACHINES_DIR)
+"""Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
 TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
 
@@ -51,14 +64,6 @@ class StoreEntry(NamedTuple):
     nbytes: int
     last_used_s: float
     header: KVHeader
-
-
-class VerifyResult(NamedTuple):
-    """Whether every byte of one file is what was written; `reason` is empty when it is."""
-
-    key: str
-    ok: bool
-    reason: str
 
 
 class GcResult(NamedTuple):
@@ -81,6 +86,9 @@ class DiskStore:
     processes that write at the same time each may exceed the budget, or a quota, by a sixteenth of it before it sees
     what the others wrote.
 
+    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
+    own, if it has one.
+
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
     checksums notice). `create=False` raises NotFoundError when `root` does not exist.
     """
@@ -94,11 +102,15 @@ class DiskStore:
         capacity_bytes: int | None = None,
         policy: Policy = "lru",
         quotas: int | Mapping[str, int] | None = None,
+        store_key: KeyChoice = "auto",
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
+        self.store_key = chosen_key(store_key)
+        self._demands = Demands(self.store_key)
+        self._has_warned = False  # of an entry that is not signed
         self._counters = StoreCounters()
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         self._lock = threading.Lock()
@@ -120,16 +132,20 @@ class DiskStore:
         """Hits, misses, puts, damage and evictions of this process since the store was opened."""
         return self._counters
 
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        self._demands.shapes[fingerprint] = shape
+
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
         """The entry, its header verified and no layer read; None for a miss. Never raises.
 
-        A damaged or foreign file is moved aside. One of another version, or with token ids other than `token_ids`,
-        stays where it is: somebody else may be able to use it.
+        A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
+        `token_ids`, stays where it is: somebody else may be able to use it.
         """
         path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
             file = OpenFile(self._path(key))
-            kv = DiskKV(key, path, file, self._quarantine)
+            kv = DiskKV(key, path, file, self._quarantine, self._demands)
             if token_ids is not None and kv.header.token_ids != tuple(token_ids):
                 raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
         except FileNotFoundError:
@@ -141,7 +157,7 @@ class DiskStore:
             self._count(num_damaged=1)
         except UnreadableError as error:
             assert file is not None
-            self._quarantine(key, path, file, str(error))
+            self._quarantine(key, path, file, str(error), is_unsigned=isinstance(error, UnsignedError))
         else:
             handle = file.fd
             self._count(num_hits=1)
@@ -160,10 +176,10 @@ class DiskStore:
         """
         path = self._path(kv.header.key)
         held = in_memory(kv)
-        data_offset = header_nbytes(held)
+        data_offset = header_nbytes(held, self.store_key)
         nbytes = data_offset + held.nbytes
         with self._room.for_entry(held.header, nbytes):
-            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset))
+            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 
@@ -175,7 +191,7 @@ class DiskStore:
         """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
         try:
             path = self._path(key)
-            return DiskKV(key, path, OpenFile(path), self._quarantine).header
+            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands).header
         except (OSError, UsageError, UnreadableError):
             return None
 
@@ -241,10 +257,20 @@ class DiskStore:
                 os.utime(target)
 
     def verify(self) -> Iterator[VerifyResult]:
-        """Read every byte of every file, quarantined ones included; what fails is quarantined."""
+        """Read every byte of every entry; what fails is moved aside, and what was and is good after all comes back.
+
+        Shapes are held against what the store notes of its models, where no engine has said.
+        """
+        for fingerprint, facts in self.models().items():
+            if fingerprint not in self._demands.shapes and (shape := ModelShape.noted(facts)) is not None:
+                self.expect(fingerprint, shape)
         for path in self._files(DAMAGED_SUFFIX):
-            if (reason := self._check(path)) is not None:
-                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'its bytes match again'}")
+            if (reason := self._check(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
+                with suppress(OSError):  # the right key was missing, or the disk had a bad moment
+                    path.replace(path.with_suffix(ENTRY_SUFFIX))
+                    log.warning("stored KV %s is good after all, and in its place again", path.stem)
+            elif reason is not None:
+                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
@@ -375,26 +401,34 @@ class DiskStore:
         """Whether it was noted, readably or not, that this store holds KV of that model."""
         return self._model_path(fingerprint).exists()
 
+    def put_profile(self, profile: Profile) -> Path:
+        """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
+        path = self.root / PROFILES_DIR / profile.filename
+        self._put_note(path, profile.as_dict())
+        return path
+
     def verify_notes(self) -> Iterator[VerifyResult]:
-        """The pins, descriptors of models and profiles that are not what was written; `key` is their place here."""
+        """What is wrong with the store's notes on models, calibrations, machines and pins; `key` is their place in it.
+
+        Answers depend on them: a calibration says how much is recomputed.
+        """
         found = list[VerifyResult]()
-        for folder in (PINS_DIR, MODELS_DIR):
-            for _ in self._notes(
-                folder, lambda _, path, error: found.append(VerifyResult(_place(path), False, str(error)))
-            ):
-                pass
+
+        def complain(_: str, path: Path, error: Exception) -> None:
+            found.append(VerifyResult(_place(path), False, str(error)))
+
+        for folder in (*NOTES, PINS_DIR):
+            for path, note in self._notes(folder, complain):
+                if folder == PROFILES_DIR:
+                    try:
+                        if profile_in(note).filename != path.name:
+                            complain("", path, UsageError("it was made for something else"))
+                    except UsageError as error:
+                        complain("", path, error)
         yield from found
-        for path in sorted((self.root / PROFILES_DIR).glob("[!.]*.json")):
-            try:
-                if parse_profile(path.read_bytes()).filename != path.name:
-                    yield VerifyResult(_place(path), False, "it was made for something else")
-            except FileNotFoundError:
-                continue
-            except (OSError, UsageError) as error:
-                yield VerifyResult(_place(path), False, str(error))
 
     def drop_note(self, place: str) -> None:
-        """Remove what `verify_notes` named."""
+        """Remove a note that `verify_notes` named. Raises StoreNotWritableError."""
         remove_file(self.root / place)
 
     def _notes(
@@ -403,25 +437,21 @@ class DiskStore:
         """The notes of one kind; of those that cannot be read `complain` is told."""
         for path in sorted((self.root / folder).glob("[!.]*.json")):
             try:
-                yield path, unseal(path.read_bytes(), f"{folder}/{path.name}")
+                yield path, unseal(read_file(path), _note_kind(path), self._note_key(path))
             except FileNotFoundError:
                 continue  # gone meanwhile
             except (OSError, ValueError) as error:
                 complain("%s is damaged (%s)", path, error)
 
     def _put_note(self, path: Path, facts: Mapping[str, Any]) -> None:
-        data = seal(facts, f"{path.parent.name}/{path.name}")
+        data = seal(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
-            if path.read_bytes() == data:
+            if read_file(path) == data:
                 return
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
 
-    def put_profile(self, profile: Profile) -> Path:
-        """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
-        path = self.root / PROFILES_DIR / profile.filename
-        data = json.dumps(profile.as_dict(), indent=1).encode() + b"\n"
-        self._directory.replace(path, len(data), lambda stream: stream.write(data))
-        return path
+    def _note_key(self, path: Path) -> StoreKey | None:
+        return self.store_key if path.parent.name in NOTES else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
@@ -451,7 +481,7 @@ class DiskStore:
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._files(suffix):
-            with suppress(FileNotFoundError):  # deleted or quarantined meanwhile
+            with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
                 yield path, path.stat()
 
     def _check(self, path: Path) -> str | None:
@@ -459,9 +489,9 @@ class DiskStore:
         file = None
         try:
             file = OpenFile(path)
-            DiskKV(path.stem, path, file, self._quarantine).verify(file)
+            DiskKV(path.stem, path, file, self._quarantine, self._demands).verify(file)
         except FileNotFoundError:
-            return None
+            return None if not path.is_symlink() else "it is a link to nowhere"
         except (OSError, MismatchError) as error:
             return str(error)
         except UnreadableError as error:
@@ -471,9 +501,9 @@ class DiskStore:
             return str(error)
         return ""
 
-    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str) -> None:
+    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str, *, is_unsigned: bool = False) -> None:
         """Move a damaged file out of the way, unless another writer has already replaced it."""
-        self._count(num_damaged=1)
+        self._count(num_damaged=1, num_unsigned=int(is_unsigned))
         self._room.changed()
         aside = path.with_suffix(DAMAGED_SUFFIX)
         try:
@@ -484,7 +514,15 @@ class DiskStore:
                 outcome = "already replaced by another writer"
         except OSError as error:
             outcome = f"not moved aside: {error}"
-        log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
+        if not is_unsigned:
+            log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
+            return
+        is_first, self._has_warned = not self._has_warned, True  # a store from before there was a key has nothing else
+        log.log(
+            logging.WARNING if is_first else logging.INFO,
+            "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
+            "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
+        )  # fmt: skip
 
     def _count(self, **steps: int) -> None:
         with self._lock:
@@ -492,8 +530,17 @@ class DiskStore:
                 setattr(self._counters, name, getattr(self._counters, name) + step)
 
 
+def _note_kind(path: Path) -> str:
+    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+
+
 def _place(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path)
 
 
 def _checked_name(name: str) -> str:

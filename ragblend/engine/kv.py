@@ -7,9 +7,9 @@ Works on tensors and plain facts. Knows nothing about files, models or prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -73,6 +73,44 @@ class KVHeader:
     def stored_dtype(self) -> str:
         """How it is stored: "int8", "fp8", or the dtype it was computed in."""
         return self.kv_dtype or self.dtype
+
+
+class ModelShape(NamedTuple):
+    """What all KV of one model looks like, whatever the chunk: entries of another shape are not its own."""
+
+    dtype: str  # a name in DTYPES
+    layers: tuple[tuple[int, int, int], ...]  # H, D of keys, D of values, per layer
+
+    @classmethod
+    def of(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
+        """From a model's `kv_shapes`."""
+        return cls(dtype, tuple((int(heads), int(keys), int(values)) for heads, keys, values in shapes))
+
+    @classmethod
+    def noted(cls, facts: Mapping[str, Any]) -> Self | None:
+        """From what `as_facts` gave; None where that is not among `facts`."""
+        try:
+            shapes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in facts["kv_shapes"])
+            count, dtype = int(facts["num_layers"]), str(facts["dtype"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        return cls(dtype, shapes * count if len(shapes) == 1 else shapes) if dtype in DTYPES else None
+
+    def as_facts(self) -> dict[str, Any]:
+        """Plain JSON values, for a store's note of the model."""
+        shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
+        return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
+
+    def misfit(self, header: KVHeader, found: Sequence[tuple[int, int, int]]) -> str:
+        """Why KV of such a header, with layers `found`, is not this model's; "" where it is."""
+        if header.dtype != self.dtype:
+            return f"its dtype is {header.dtype}, the model's {self.dtype}"
+        if len(found) != len(self.layers):
+            return f"it has {len(found)} layers, the model {len(self.layers)}"
+        for index, (theirs, ours) in enumerate(zip(found, self.layers, strict=True)):
+            if theirs != ours:
+                return f"layer {index} has heads and dimensions {theirs}, the model {ours}"
+        return ""
 
 
 class ChunkKV(Protocol):

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from ragblend.engine.controller import MachineProfile, profile_from
-from ragblend.errors import StoreNotWritableError
+from ragblend.engine.directory import Directory
+from ragblend.engine.disk import MACHINES_DIR
+from ragblend.engine.sealed import seal, unseal
+from ragblend.engine.signing import KeyChoice, chosen_key
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
-
-MACHINES_DIR = "machines"
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -89,29 +90,26 @@ def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> P
     return root / MACHINES_DIR / f"{fingerprint}-{machine}.json"
 
 
-def read_profile(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> MachineProfile | None:
-    """The profile of that model on that machine; None where none was measured, or with a warning when unreadable."""
+def read_profile(
+    root: Path, fingerprint: str, hardware: Mapping[str, Any], *, store_key: KeyChoice = "auto"
+) -> MachineProfile | None:
+    """The profile of that model on that machine; None where none was measured, or with a warning when it cannot be
+    read or is not signed with the store's key.
+    """
     path = profile_path(root, fingerprint, hardware)
     try:
-        profile = profile_from(json.loads(path.read_bytes()))
+        profile = profile_from(unseal(read_file(path), MACHINES_DIR, chosen_key(store_key)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:  # UsageError is a ValueError
+    except (OSError, ValueError, RecursionError) as error:  # UsageError is a ValueError
         log.warning("machine profile %s is not used: %s", path, error)
         return None
     return profile if (profile.fingerprint, dict(profile.hardware)) == (fingerprint, dict(hardware)) else None
 
 
-def write_profile(root: Path, profile: MachineProfile) -> Path:
-    """Keep a profile in the store at `root`, in place of an older one; its path. Raises StoreNotWritableError."""
+def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
+    """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
     path = profile_path(root, profile.fingerprint, profile.hardware)
-    temp = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temp.write_text(json.dumps(profile.as_dict(), indent=1) + "\n")
-        temp.replace(path)
-    except OSError as error:
-        raise StoreNotWritableError(
-            f"the profile cannot be written to {path}: {error.strerror or error}; choose another --store DIR"
-        ) from error
+    data = seal(profile.as_dict(), MACHINES_DIR, chosen_key(store_key))
+    Directory(root, fsync=True).replace(path, len(data), lambda stream: stream.write(data))
     return path

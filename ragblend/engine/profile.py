@@ -22,8 +22,11 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.report import RatioChoice
+from ragblend.engine.sealed import unseal
 from ragblend.engine.selection import CHECK_LAYER, DEFAULT_RATIO, RULES, check_ratio, find_rule
+from ragblend.engine.signing import KeyChoice, StoreKey, chosen_key
 from ragblend.errors import UsageError
+from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -164,27 +167,36 @@ class Profile:
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: `version`, `checksum` of the rest, and the rest."""
+        """Plain JSON values: `version`, and the rest as `profile`."""
         body = asdict(self)
         for fit in body["fits"]:
             fit["curve"] = [point._asdict() for point in fit["curve"]]
         body["noise_floor"] = self.noise_floor._asdict()
         body = json.loads(json.dumps(body))
-        return {"version": PROFILE_VERSION, "checksum": _checksum(body), "profile": body}
+        return {"version": PROFILE_VERSION, "profile": body}
 
 
-def parse_profile(data: bytes) -> Profile:
-    """The profile in a file. Raises UsageError, and nothing else, whatever `data` is."""
+def parse_profile(data: bytes, store_key: StoreKey | None = None) -> Profile:
+    """The profile in a file, signed where there is a key. Raises UsageError, and nothing else, whatever `data` is."""
     try:
-        note = json.loads(data)
+        note = unseal(data, PROFILES_DIR, store_key)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return profile_in(note)
+
+
+def profile_in(note: Mapping[str, Any]) -> Profile:
+    """The profile that `as_dict` gave. Raises UsageError, and nothing else."""
+    try:
         if note["version"] != PROFILE_VERSION:
             raise UsageError(f"its version is {note['version']!r}, this ragblend reads {PROFILE_VERSION}")
         body: Mapping[str, Any] = note["profile"]
-        if note["checksum"] != _checksum(body):
-            raise UsageError("its checksum is wrong")
         fits = tuple(
             Fit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
         )
+        if not all(isinstance(body[name], str) for name in ("fingerprint", "chunker")):
+            raise UsageError("it does not say what it was made for")
+        float(body["created_s"])
         ids = tuple(int(token) for token in body["prefix_ids"])
         return Profile(**{**body, "prefix_ids": ids, "noise_floor": NoiseFloor(**body["noise_floor"]), "fits": fits})
     except UsageError:
@@ -194,17 +206,23 @@ def parse_profile(data: bytes) -> Profile:
 
 
 def load_profile(
-    store_dir: str | Path, fingerprint: str, prefix_ids: Sequence[int], chunker: str | None = None
+    store_dir: str | Path,
+    fingerprint: str,
+    prefix_ids: Sequence[int],
+    chunker: str | None = None,
+    *,
+    store_key: KeyChoice = "auto",
 ) -> Profile | None:
     """The profile of this model and prefix in the store at `store_dir`; None where there is none.
 
-    `chunker` None takes the latest. A file that is damaged, of another version or of something else is skipped with a
-    warning.
+    `chunker` None takes the latest. A file that is damaged, of another version, of something else or not signed with
+    the store's key is skipped with a warning.
     """
     found: list[Profile] = []
+    key = chosen_key(store_key)
     for path in sorted((Path(store_dir) / PROFILES_DIR).glob(f"{_stem(fingerprint, prefix_ids)}-*.json")):
         try:
-            profile = parse_profile(path.read_bytes())
+            profile = parse_profile(read_file(path), key)
             if path.name != profile.filename:
                 raise UsageError("it was made for something else")
         except (OSError, UsageError) as error:
@@ -221,9 +239,10 @@ class Profiles:
     root: the store's directory; None finds nothing. `chunker` may be set later: whoever knows the index knows it.
     """
 
-    def __init__(self, root: Path | None, fingerprint: str) -> None:
+    def __init__(self, root: Path | None, fingerprint: str, store_key: KeyChoice = "auto") -> None:
         self.chunker: str | None = None
         self._root = root
+        self._store_key = store_key
         self._fingerprint = fingerprint
         self._known: dict[tuple[tuple[int, ...], str | None], Profile | None] = {}
         self._stamp_ns = -1
@@ -243,7 +262,9 @@ class Profiles:
             if key not in self._known:
                 if len(self._known) >= _PREFIXES_KEPT:
                     self._known.clear()
-                self._known[key] = load_profile(self._root, self._fingerprint, *key) if stamp_ns else None
+                self._known[key] = (
+                    load_profile(self._root, self._fingerprint, *key, store_key=self._store_key) if stamp_ns else None
+                )
             return self._known[key]
 
     def choose(
@@ -330,9 +351,11 @@ def profile_root(store: object) -> Path | None:
     return next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
 
 
+def profile_key(store: object) -> KeyChoice:
+    """What the profiles in a KVStore's local disk tier are signed with."""
+    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
+    return next((tier.store_key for tier in tiers if hasattr(tier, "store_key")), None)
+
+
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:
     return chunk_key(fingerprint, prefix_ids, ())
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -29,9 +29,18 @@ class StoreCounters:
     num_misses: int = 0
     num_puts: int = 0
     num_damaged: int = 0
+    num_unsigned: int = 0  # of those, entries without the signature that this store's key makes
     num_evicted: int = 0
     num_failures: int = 0  # requests to a remote tier that failed or took too long; each get among them is a miss too
     num_dropped: int = 0  # background writes given up: refused, without room, or still owed when the store was closed
+
+
+class VerifyResult(NamedTuple):
+    """Whether every byte of one entry is what was written; `reason` is empty when it is."""
+
+    key: str
+    ok: bool
+    reason: str
 
 
 class KVStore(Protocol):

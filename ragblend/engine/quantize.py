@@ -26,7 +26,8 @@ CODE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float
 NUM_FIRST = 4
 """Tokens at a chunk's start that stay as they are: as many as StreamingLLM found to act as sinks."""
 
-_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest magnitude of a code, by dtype."""
 _CODE_UNIT = {torch.int8: 1.0, torch.float8_e4m3fn: 256.0}  # what `_numbers` of a code is to be multiplied by
 _LARGEST_VALUE = 2.0**126  # so that no code times its scale leaves float32
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # half of it is less than any error that float32 can show
@@ -103,11 +104,11 @@ def _scales(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
     largest = tensor.abs().amax(dim, keepdim=True).float()
     if not bool((largest < _LARGEST_VALUE).all()):
         return None
-    return (largest / _LARGEST_CODE[dtype]).clamp_(min=_SMALLEST_SCALE)
+    return (largest / LARGEST_CODE[dtype]).clamp_(min=_SMALLEST_SCALE)
 
 
 def _codes(tensor: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    exact = (tensor.float() / scales).clamp_(-_LARGEST_CODE[dtype], _LARGEST_CODE[dtype])
+    exact = (tensor.float() / scales).clamp_(-LARGEST_CODE[dtype], LARGEST_CODE[dtype])
     return (exact.round_() if dtype == torch.int8 else exact).to(dtype).contiguous()
 
 

@@ -22,12 +22,13 @@ from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from ragblend.engine.breaker import CircuitBreaker, State
-from ragblend.engine.chunk_file import UnreadableError, decode_chunk, encode_chunk
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, in_memory
-from ragblend.engine.protocols import ByteStore, KVStore, StoreCounters
+from ragblend.engine.chunk_file import Demands, UnreadableError, UnsignedError, decode_chunk, encode_chunk
+from ragblend.engine.kv import ChunkKV, MemoryKV, ModelShape, in_memory
+from ragblend.engine.protocols import ByteStore, KVStore, StoreCounters, VerifyResult
+from ragblend.engine.signing import KeyChoice, chosen_key
 from ragblend.engine.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+from ragblend.redaction import HIDDEN, redacted
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class _Flight(NamedTuple):
 class RemoteStore:
     """KVStore over a ByteStore. `get` and `fetch_ahead` never raise and take `timeout_s` at most; `put` never waits.
 
+    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
+    own, if it has one.
+
     Requests that want the same chunk at the same time fetch it once. `delete` alone raises BackendUnreachableError
     when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
     `close` drains them and releases threads and connections; both are safe to call again.
@@ -78,8 +82,11 @@ class RemoteStore:
         timeout_s: float = TIMEOUT_S,
         queue_bytes: int = QUEUE_BYTES,
         breaker: CircuitBreaker | None = None,
+        store_key: KeyChoice = "auto",
     ) -> None:
         self.values = values
+        self.store_key = chosen_key(store_key)
+        self._demands = Demands(self.store_key)
         self.breaker = breaker or CircuitBreaker()
         self.timeout_s = timeout_s
         self._counters = StoreCounters()
@@ -101,6 +108,10 @@ class RemoteStore:
         """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
         self._counters.num_dropped = self._queue.num_dropped
         return self._counters
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        self._demands.shapes[fingerprint] = shape
 
     # -- reading
 
@@ -192,15 +203,17 @@ class RemoteStore:
         self.breaker.succeeded()
         if data is None:
             return None
+        return self._decoded(key, data)
+
+    def _decoded(self, key: str, data: bytes) -> MemoryKV | None:
+        """The chunk in a value; None, counted and noted, where it is not what it should be."""
         try:
-            kv = decode_chunk(data, key)
-            _check_key(kv.header)
+            return decode_chunk(data, key, self._demands)
         except UnreadableError as error:
             log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
-            self._count(num_damaged=1)
+            self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedError))
             self._note_bad(key)
             return None
-        return kv
 
     def _is_late(self, started_s: float) -> bool:
         return monotonic() - started_s > self.timeout_s
@@ -239,7 +252,7 @@ class RemoteStore:
             raise StoreFullError(f"{kv.nbytes} bytes; {self.values.url} takes {self.values.max_value_bytes} at most")
         try:
             if key in self._bad or not self.values.contains(key):
-                self.values.put(key, encode_chunk(kv))
+                self.values.put(key, encode_chunk(kv, self.store_key))
         except BackendUnreachableError as error:
             self._failed(str(error))
             raise
@@ -286,6 +299,20 @@ class RemoteStore:
     def nbytes(self) -> int:
         """Bytes of all entries; 0 while the other side does not answer."""
         return sum(size for _, size in self._sizes())
+
+    def verify(self) -> Iterator[VerifyResult]:
+        """Fetch every value and read every byte of it; what is bad is written anew by the next `put` of its key.
+
+        Raises BackendUnreachableError when the other side does not answer.
+        """
+        for key in [key for key, _ in self.values.sizes()]:
+            try:
+                if (data := self.values.get(key)) is not None:
+                    decode_chunk(data, key, self._demands)
+                    yield VerifyResult(key, True, "")
+            except UnreadableError as error:
+                self._note_bad(key)
+                yield VerifyResult(key, False, f"in {self.values.url}: {error}")
 
     # -- state
 
@@ -399,15 +426,20 @@ class RemoteStore:
                 setattr(self._counters, name, getattr(self._counters, name) + step)
 
 
-def open_remote(url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES) -> RemoteStore:
+def open_remote(
+    url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
+) -> RemoteStore:
     """The remote tier at `url`: `redis://`, `rediss://`, `s3://BUCKET/PREFIX`, `file:///DIR`, or any fsspec URL.
 
     Opens no connection yet. Raises UsageError for what is no such URL, ImportError naming the extra to install.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme or timeout_s <= 0:
-        problem = f"the remote's time limit is {timeout_s} s" if scheme else f"{url!r} is not the URL of a remote tier"
+        problem = f"the remote's time limit is {timeout_s} s"
+        problem = problem if scheme else f"{redacted(url)!r} is not the URL of a remote tier"
         raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
+    if HIDDEN + "@" in url:
+        raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
     values: ByteStore
     if scheme in ("redis", "rediss"):
         from ragblend.engine.remote_redis import RedisValues
@@ -417,10 +449,4 @@ def open_remote(url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QU
         from ragblend.engine.remote_objects import ObjectValues
 
         values = ObjectValues(url, timeout_s)
-    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes)
-
-
-def _check_key(header: KVHeader) -> None:
-    """UnreadableError unless the header's facts make its key: a shared place may hold what somebody else forged."""
-    if chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace) != header.key:
-        raise UnreadableError("its token ids, model and namespace do not make its key")
+    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)

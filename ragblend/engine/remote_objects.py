@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from ragblend.engine.directory import Directory
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
+from ragblend.redaction import advice_on, has_secret, redacted
 
 try:
     import fsspec
@@ -41,19 +42,21 @@ class ObjectValues:
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float, **options: Any) -> None:
-        parts = urlsplit(url)
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self.url = redacted(url)
+        self._said = partial(redacted, echo_of=url)  # a library's message may hold a password of ours
+        self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
         self._timeout_s = timeout_s
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(parts.scheme, timeout_s), **options})
+            self._fs, root = fsspec.core.url_to_fs(url, **{**_defaults(url.partition("://")[0], timeout_s), **options})
         except ImportError as error:
             raise ImportError(
-                f"{self.url} needs another package: {error}; for s3: pip install 'ragblend[s3]'"
-            ) from error
-        except (ValueError, OSError) as error:
+                f"{self.url} needs another package: {self._said(str(error))}; for s3: pip install 'ragblend[s3]'"
+            ) from None
+        except Exception as error:  # of whatever file system the scheme names
             raise UsageError(
-                f"{self.url} cannot be opened ({error}); write s3://BUCKET/PREFIX or file:///DIR"
-            ) from error
+                f"{self.url} cannot be opened ({self._said(str(error))}); write redis://HOST:6379/0, "
+                f"s3://BUCKET/PREFIX or file:///DIR{advice_on(url)}"
+            ) from None
         self._root = str(root).rstrip("/")
         if hasattr(self._fs, "retries"):  # s3fs waits and tries five times; the breaker does that better
             self._fs.retries = 1
@@ -195,9 +198,10 @@ class ObjectValues:
                 f"{self.url} takes longer than its time limit; see remote_timeout_s"
             ) from error
         except Exception as error:  # every file system has its own exceptions; none may reach an answer
-            raise BackendUnreachableError(
-                f"{self.url} fails ({type(error).__name__}: {error}); check it: ragblend doctor --remote URL"
-            ) from error
+            said = self._said(f"{type(error).__name__}: {error}")
+            raise BackendUnreachableError(f"{self.url} fails ({said}); check it: ragblend doctor --remote URL") from (
+                None if self._hides else error
+            )
 
 
 def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, cast
-from urllib.parse import urlsplit, urlunsplit
 
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
+from ragblend.redaction import advice_on, has_secret, redacted
 
 try:
     import redis
@@ -45,11 +46,16 @@ class RedisValues:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redacted(url)
+        self._said = partial(redacted, echo_of=url)  # a library's message may hold a password of ours
+        self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
         self._timeout_s = timeout_s
         try:
             self._reader, self._writer = (self._client(url, seconds) for seconds in (timeout_s, WRITE_TIMEOUT_S))
         except (ValueError, redis.RedisError) as error:
-            raise UsageError(f"{self.url} is not a Redis URL ({error}); write redis://HOST:PORT/DB") from error
+            said = self._said(str(error))
+            raise UsageError(
+                f"{self.url} is not a Redis URL ({said}); write redis://HOST:PORT/DB{advice_on(url)}"
+            ) from None
 
     @staticmethod
     def _client(url: str, timeout_s: float) -> redis.Redis:
@@ -151,13 +157,15 @@ class RedisValues:
                 yield
         except redis.exceptions.OutOfMemoryError as error:
             raise StoreFullError(
-                f"{self.url} is full ({error}); let it evict: redis-cli CONFIG SET maxmemory-policy allkeys-lru"
-            ) from error
+                f"{self.url} is full ({self._said(str(error))}); let it evict: "
+                "redis-cli CONFIG SET maxmemory-policy allkeys-lru"
+            ) from (None if self._hides else error)
         # What a server says that is no Redis may surface as any of these from inside the client.
         except (redis.RedisError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            said = self._said(f"{type(error).__name__}: {error}")
             raise BackendUnreachableError(
-                f"{self.url} does not answer ({type(error).__name__}: {error}); check it: ragblend doctor --remote URL"
-            ) from error
+                f"{self.url} does not answer ({said}); check it: ragblend doctor --remote URL"
+            ) from (None if self._hides else error)
 
 
 def _is_wrong_type(error: Exception) -> bool:
@@ -287,13 +295,3 @@ class _Socket:
             self._to_skip = nbytes + 2
         elif kind in (b"*", b"%", b"~", b">", b"|") and int(rest) > _MAX_ITEMS:
             raise OSError(f"it announces a list of {int(rest)} items; no reply of ours has more than {_MAX_ITEMS}")
-
-
-def redacted(url: str) -> str:
-    """The URL without its password and options.
-
-    >>> redacted("redis://:secret@cache:6379/0?socket_timeout=1")
-    'redis://cache:6379/0'
-    """
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -13,7 +13,18 @@ from time import monotonic
 from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored, stored_as
+from ragblend.engine.finite import kv_is_finite
+from ragblend.engine.kv import (
+    ChunkKV,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    ModelShape,
+    StoredLayer,
+    in_memory,
+    restored,
+    stored_as,
+)
 from ragblend.engine.memory import MemoryStore, versions
 from ragblend.engine.protocols import KVStore, StoreCounters
 from ragblend.engine.quantize import check_kv_dtype
@@ -65,6 +76,13 @@ def is_far(store: KVStore) -> TypeGuard[FarStore]:
     """Whether some tier of `store` is far away."""
     tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     return any(isinstance(tier, FetchesAhead) for tier in tiers)
+
+
+@runtime_checkable
+class ChecksShapes(Protocol):
+    """A tier whose entries come from outside of this process."""
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None: ...
 
 
 @runtime_checkable
@@ -134,11 +152,18 @@ class TieredStore:
             num_misses=self._num_misses,
             num_puts=self._num_puts,
             num_damaged=sum(counters.num_damaged for counters in tiers),
+            num_unsigned=sum(counters.num_unsigned for counters in tiers),
             num_evicted=sum(counters.num_evicted for counters in tiers),
             num_failures=sum(counters.num_failures for counters in tiers),
             num_dropped=sum(counters.num_dropped for counters in tiers)
             + sum(queue.num_dropped for queue in self._promotions.values()),
         )
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        for tier in self.tiers:
+            if isinstance(tier, ChecksShapes):
+                tier.expect(fingerprint, shape)
 
     # -- reading
 
@@ -270,9 +295,15 @@ class TieredStore:
         """Write to every tier, in the store's dtype; one too large for a memory tier is left out there, or pinned out.
 
         A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
-        tiers were tried.
+        tiers were tried. KV with infinity or NaN in it is not stored, with a warning: no reader would take it.
         """
         held = stored_as(in_memory(kv), self.kv_dtype)
+        if not kv_is_finite(held):
+            log.warning(
+                "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another --dtype",
+                held.header.key, held.header.dtype,
+            )  # fmt: skip
+            return
         failure: RagblendError | None = None
         for tier in self.tiers:
             if not _fits(tier, held):

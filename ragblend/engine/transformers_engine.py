@@ -35,9 +35,9 @@ from ragblend.engine.generation import (
     check_options,
 )
 from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
-from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, stored_as
+from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader, Timeline
-from ragblend.engine.profile import Profiles, profile_root
+from ragblend.engine.profile import Profiles, profile_key, profile_root
 from ragblend.engine.protocols import KVStore
 from ragblend.engine.quantize import stored_bytes_per_token
 from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
@@ -53,7 +53,7 @@ from ragblend.engine.selection import (
 )
 from ragblend.engine.self_check import self_check
 from ragblend.engine.shadow import compare_with_full
-from ragblend.engine.store import Prefetches, WorksInBackground, is_far, kv_dtype_of
+from ragblend.engine.store import ChecksShapes, Prefetches, WorksInBackground, is_far, kv_dtype_of
 from ragblend.engine.transformers_layers import TransformersLayers
 from ragblend.errors import DamagedEntryError
 from ragblend.segments import Chunk, Part, Segment, SegmentedPrompt, Segmenter, TokenizedPrompt
@@ -88,7 +88,10 @@ class TransformersEngine(EngineBase):
     ) -> None:
         super().__init__(segmenter, store, **options)
         self.layers = layers
-        self.profiles = Profiles(profile_root(store), self.fingerprint)
+        self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
+        if isinstance(store, ChecksShapes):
+            store.expect(self.fingerprint, self.shape)
+        self.profiles = Profiles(profile_root(store), self.fingerprint, profile_key(store))
         self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses

@@ -105,19 +105,21 @@ class ServedChunks:
         self._model = vllm_config.model_config
         self._directory = str(Path(config.store).absolute())
         self.store = config.open_shared()
+        from ragblend.engine.vllm_connector import model_fingerprint, model_shape
+
+        self._fingerprint = model_fingerprint(self._model)
+        self.store.expect(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
             return self._facts
-        from ragblend.engine.vllm_connector import model_fingerprint
-
         dtype = str(self._model.dtype).removeprefix("torch.")
         checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
         self._facts = {
             "model": checkpoint.name,
-            "fingerprint": model_fingerprint(self._model),
+            "fingerprint": self._fingerprint,
             "dtype": checkpoint.dtype,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,

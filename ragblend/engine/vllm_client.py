@@ -32,6 +32,7 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
+from ragblend.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +84,11 @@ class Connection:
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         if not _is_address(url):
-            raise UsageError(f"backend is {url!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
+            raise UsageError(f"backend is {redacted(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
         if max_retries < 0:
             raise UsageError(f"max_retries is {max_retries}; choose 0 or more")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        base_url = url.rstrip("/").removesuffix("/v1")
+        self.url = redacted(base_url)  # for people
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
         self._first_pause_s = first_pause_s
@@ -95,7 +97,7 @@ class Connection:
         self._num_open = 0  # requests under way
         self._lock = threading.Lock()
         self._http = httpx.Client(
-            base_url=self.url,
+            base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),

@@ -24,7 +24,7 @@ from ragblend.engine.breaker import CircuitBreaker
 from ragblend.engine.contexts import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import dtype_name
+from ragblend.engine.kv import ModelShape, dtype_name
 from ragblend.engine.machine import read_profile
 from ragblend.engine.profile import Chosen, Profiles
 from ragblend.engine.protocols import StoreCounters
@@ -192,12 +192,16 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._remote = self.config.open_remote()
             if self._remote is not None:
                 self._fetch = RemoteFetch(self._remote, self._disk, self.config.remote_timeout_s)
-            self.fingerprint = model_fingerprint(model)
-            self._profiles = Profiles(self._disk.root, self.fingerprint)
-            machine = read_profile(self._disk.root, self.fingerprint, machine_facts_of(vllm_config))
+            self.fingerprint, shape = model_fingerprint(model), model_shape(model)
+            for tier in (self._disk, self._remote):
+                if tier is not None:
+                    tier.expect(self.fingerprint, shape)
+            self._profiles = Profiles(self._disk.root, self.fingerprint, self._disk.store_key)
+            hardware, key = machine_facts_of(vllm_config), self._disk.store_key
+            machine = read_profile(self._disk.root, self.fingerprint, hardware, store_key=key)
             self._loading = Loading(machine, self._disk)
             self._read_ahead = ReadAhead(self._disk, self.config.memory_bytes)
-            self._note_model(model)
+            self._note_model(shape)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning('set "kv_load_failure_policy": "recompute", or a failed blend fails its request')
 
@@ -431,16 +435,14 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """As `request_finished_all_groups`, for engines without the hybrid cache manager."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _note_model(self, model: Any) -> None:
+    def _note_model(self, shape: ModelShape) -> None:
         models = self._disk.models()
         if self.fingerprint not in models:
             if models:
                 held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
                 log.warning("%s holds KV of %s, not of %s", self.config.store, held, self._model_name)
-            layers = model.hf_config.num_hidden_layers
-            facts = {"model": self._model_name, "dtype": self._dtype, "num_layers": layers}
             try:
-                self._disk.put_model(self.fingerprint, facts)
+                self._disk.put_model(self.fingerprint, {"model": self._model_name, **shape.as_facts()})
             except RagblendError as error:  # a read-only store still serves
                 log.warning("%s", error)
 
@@ -475,6 +477,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self_check(layers, config.get_vocab_size(), self._kv_cache_config.num_blocks, self._model_name)
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
         self._store = store = self.config.open_local(memory=True)
+        model_config = self._vllm_config.model_config
+        store.expect(model_fingerprint(model_config), model_shape(model_config))
         self._watch = MemoryWatch(store) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
         self._through = store
@@ -614,6 +618,13 @@ def model_fingerprint(model_config: Any) -> str:
     is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
     online = None if is_quantised else model_config.quantization
     return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
+
+
+def model_shape(model_config: Any) -> ModelShape:
+    """What stored KV of the model looks like, all ranks' heads together."""
+    heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
+    layers = int(model_config.hf_text_config.num_hidden_layers)
+    return ModelShape.of(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,8 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -25,6 +26,7 @@ from ragblend.engine.vllm_launch import EXTENSION, Checkpoint, environment, is_c
 from ragblend.engine.vllm_loading import machine_facts_of
 from ragblend.engine.vllm_params import PARAMS_KEY, VllmReport, report_from
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
+from ragblend.redaction import has_secret
 from ragblend.segments import Segmenter
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,10 @@ def start_vllm(
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    # vLLM logs its configuration; a URL with a password reaches the connector by the environment (`TIER_SETTINGS`).
+    extra = dict(transfer["kv_connector_extra_config"])
+    hidden = {"RAGBLEND_REMOTE": extra.pop("remote")} if has_secret(extra.get("remote") or "") else {}
+    transfer = {**transfer, "kv_connector_extra_config": extra}
     arguments = {
         "model": str(checkpoint.path),
         "served_model_name": checkpoint.name,
@@ -146,7 +152,23 @@ def start_vllm(
         known = EngineArgs(**arguments)
     except TypeError as error:
         raise UsageError(f"vllm_options has what this vLLM does not take: {error}") from error
-    return LLMEngine.from_engine_args(known)
+    with _environment(hidden):
+        return LLMEngine.from_engine_args(known)
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables for what is started inside, and for nothing that is started later."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def stop_vllm(engine: Any) -> None:

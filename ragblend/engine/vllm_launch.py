@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ragblend.engine.kv import dtype_name
+from ragblend.engine.kv import ModelShape, dtype_name
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.selection import find_rule
 from ragblend.engine.transformers_model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
@@ -46,6 +46,17 @@ class Checkpoint(NamedTuple):
     bytes_per_token: int
     context_length: int
     num_layers: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """What its KV looks like."""
+        return ModelShape.of(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
+
+    def facts(self) -> dict[str, Any]:
+        """What a store notes of it."""
+        return {"model": self.name, **self.shape.as_facts()}
 
 
 def find_checkpoint(
@@ -71,6 +82,8 @@ def find_checkpoint(
         int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize),
         int(text.max_position_embeddings),
         int(text.num_hidden_layers),
+        int(heads),
+        int(head_dim),
     )
 
 

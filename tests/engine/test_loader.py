@@ -12,6 +12,7 @@ import torch
 
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.fusor import FusedKV, Placement
+from ragblend.engine.keys import chunk_key
 from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, restored
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.store import MemoryStore, TieredStore
@@ -20,12 +21,13 @@ from ragblend.errors import DamagedEntryError
 pytestmark = pytest.mark.timeout(60)  # a reader that does not stop would hang its join
 
 LAYERS, TOKENS, HEADS, DIM = 6, 5, 2, 4
-KEYS = ("0" * 32, "1" * 32)
+IDS = tuple(range(TOKENS))
+KEYS = (chunk_key("model", (), IDS), chunk_key("model", (), IDS, "other"))
 
 
 def make_kv(key: str = KEYS[0], seed: int = 0) -> MemoryKV:
     generator = torch.Generator().manual_seed(seed)
-    header = KVHeader(key, "model", (), tuple(range(TOKENS)), LAYERS, "float32")
+    header = KVHeader(key, "model", (), IDS, LAYERS, "float32", namespace="other" if key == KEYS[1] else "")
     layers = tuple(
         LayerKV(*(torch.randn(HEADS, TOKENS, DIM, generator=generator) for _ in range(2))) for _ in range(LAYERS)
     )
@@ -211,7 +213,7 @@ def test_a_damaged_file_surfaces_in_wait(tmp_path: Path):
     store = DiskStore(tmp_path, fsync=False)
     store.put(make_kv())
     stored = store.get(KEYS[0])
-    path = tmp_path / "00" / f"{KEYS[0]}.safetensors"
+    path = tmp_path / KEYS[0][:2] / f"{KEYS[0]}.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # the last layer's values
     with path.open("r+b") as stream:

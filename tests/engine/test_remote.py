@@ -18,8 +18,9 @@ from ragblend.engine.chunk_file import encode_chunk
 from ragblend.engine.disk import DiskStore
 from ragblend.engine.kv import MemoryKV
 from ragblend.engine.remote import RemoteStore, open_remote
-from ragblend.engine.remote_redis import PREFIX, RedisValues, redacted
+from ragblend.engine.remote_redis import PREFIX, RedisValues
 from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.redaction import redacted
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -380,7 +381,7 @@ def test_what_is_no_url_is_named_with_what_to_type(url: str) -> None:
 
 def test_passwords_stay_out_of_messages() -> None:
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
-    assert redacted(url) == f"redis://{url.partition('@')[2].partition('?')[0]}"
+    assert redacted(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
     status = open_remote(url).status()
     assert not status.reachable
     assert "geheim" not in str(status)

@@ -1,0 +1,141 @@
+"""What may be shown of texts that hold secrets: `redacted`, for URLs and for messages that may have echoed one.
+
+A URL is cut, not parsed: a password may hold `/`, `#`, `?` and `@`, and a scheme may be mistyped, so that what a parser
+takes for the host is a piece of the password. In doubt too much goes. Knows text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+from urllib.parse import quote, unquote, unquote_plus
+
+HIDDEN = "***"
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_HOST = re.compile(r"([^:/?#@\[\]\s]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?|")
+_URL = re.compile(r"[^\s'\"<>()=]*(?:://|@)(?:[^\s'\"<>()]*[^\s'\"<>().,;:!?])?")
+_PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<is>=)(?P<value>[^&\s;,'\")]+)")
+_MARKS = re.compile(r"[:/?#@&=;,\s\[\]'\"]+")
+_SECRET_NAME = re.compile(
+    r"pass(word|wd|phrase)?$|pwd$|secret|token$|credential|signature$|(api|access|private|store|account)[_-]?key$|^(key|sig|auth)$",
+    re.IGNORECASE,
+)
+_MOST = 24  # marks in a password at which it may have been cut
+_LEAST = 3  # letters of a password that are looked for in a message: shorter ones stand in any text
+
+
+def redacted(text: str, *, echo_of: str | None = None) -> str:
+    """A URL without user, password, options and fragment; with `echo_of`, a message without any piece of that URL's.
+
+    echo_of: the URL that a library was given whose message this is. Other URLs in the message are cut, too.
+
+    >>> redacted("redis://:secret@cache:6379/0?socket_timeout=1")
+    'redis://***@cache:6379/0'
+    >>> redacted("Port could not be cast to integer value as 'sec'", echo_of="redis://:sec#ret@cache")
+    "Port could not be cast to integer value as '***'"
+    """
+    if echo_of is None:
+        return _cut(text)
+    text = text.replace(echo_of, _cut(echo_of)) if echo_of else text
+    for piece in sorted(set(_pieces(echo_of)), key=len, reverse=True):
+        text = text.replace(piece, HIDDEN)
+    text = _URL.sub(lambda found: _cut(found[0]), text)
+    return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], text)
+
+
+def has_secret(url: str) -> bool:
+    """Whether something of `url` is not to be shown."""
+    return redacted(url) != url
+
+
+def advice_on(url: str) -> str:
+    """What to do about a password that ends a URL early, for the end of a message; "" where none does.
+
+    >>> advice_on("redis://:a#b@cache")
+    "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
+    """
+    scheme = _SCHEME.match(url)
+    before = url[scheme.end() if scheme else 0 :].rpartition("@")[0]
+    if not re.search(r"[#/?@]", before):
+        return ""
+    return "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting or a flag of that name holds a secret.
+
+    >>> is_secret("--api-key"), is_secret("hf_token"), is_secret("max_tokens"), is_secret("--max-model-len")
+    (True, True, False, False)
+    """
+    return bool(_SECRET_NAME.search(name.lstrip("-")))
+
+
+def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for people: those whose name says that they are secret are hidden, URLs are cut.
+
+    >>> without_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
+    {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
+    """
+    shown: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            shown[name] = without_secrets(value)
+        elif is_secret(str(name)) and value is not None:
+            shown[name] = HIDDEN
+        else:
+            shown[name] = redacted(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
+    return shown
+
+
+def shown_command(words: list[str]) -> list[str]:
+    """A command for people: values of flags that are secret are hidden, URLs are cut.
+
+    >>> shown_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
+    ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']
+    """
+    shown: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        flag, is_set, value = word.partition("=")
+        if before.startswith("--") and "=" not in before and is_secret(before):
+            shown.append(HIDDEN)
+        elif word.startswith("--") and is_set and is_secret(flag):
+            shown.append(f"{flag}={HIDDEN}")
+        elif word.startswith("--") and is_set:
+            shown.append(f"{flag}={_cut(value)}" if "://" in value else word)
+        else:
+            shown.append(_cut(word) if _SCHEME.match(word) else word)
+    return shown
+
+
+def _cut(url: str) -> str:
+    """The URL's scheme, host and path; what comes before its last `@`, and anything that is no host, is hidden."""
+    found = _SCHEME.match(url)
+    scheme = found[0] if found else ""
+    _, at, rest = url[len(scheme) :].rpartition("@")
+    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    host, slash, path = rest.partition("/")
+    if not _HOST.fullmatch(host):  # `user:password` whose host was forgotten, or a piece of a password
+        host, slash, path = HIDDEN, "", ""
+    return scheme + (HIDDEN + at if at else "") + host + slash + path
+
+
+def _pieces(url: str) -> Iterator[str]:
+    """Whatever of a URL may not stand in a message, as it may be spelled there."""
+    scheme = _SCHEME.match(url)
+    rest = url[scheme.end() :] if scheme else url
+    before, _, after = rest.rpartition("@")
+    place, *options = re.split(r"[?#]", after, maxsplit=1)
+    host = place.partition("/")[0]
+    if not _HOST.fullmatch(host):
+        host, before, options = "", rest, []
+    for hidden in (before, *options):
+        marks = [0, *sorted({end for found in _MARKS.finditer(hidden) for end in found.span()}), len(hidden)][-_MOST:]
+        for start, end in combinations(marks, 2):  # a parser that cuts it elsewhere shows what is between two marks
+            part = hidden[start:end].strip(":/?#@&=;, ")
+            for spelled in (part, unquote(part), unquote_plus(part), quote(part), quote(part, safe="")):
+                for each in (spelled, repr(spelled)[1:-1], ascii(spelled)[1:-1]):
+                    if len(each) >= _LEAST and each not in host:
+                        yield each

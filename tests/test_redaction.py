@@ -1,0 +1,115 @@
+"""Passwords, tokens and API keys show up nowhere: not in messages, logs, representations, dumps or printed commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend import BlendLLM, ChatBlend, load_engine
+from ragblend.config import Settings
+from ragblend.engine.remote import open_remote
+from ragblend.engine.vllm_client import Connection
+from ragblend.errors import UsageError
+from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
+from ragblend.redaction import redacted
+from ragblend.serve import ServeOptions, prepare
+
+SECRET = "geheim"
+URLS = (
+    f"redis://:{SECRET}@127.0.0.1:1/0",
+    f"redis://user:{SECRET}@127.0.0.1:1/0?socket_timeout=1",
+    f"redis://127.0.0.1:1/0?password={SECRET}",
+    f"redis://127.0.0.1:1/0?socket_timeout={SECRET}",
+    f"redis://127.0.0.1:1/0?unknown={SECRET}",
+    f"redis://:a#{SECRET}@127.0.0.1:1/0",
+    f"redis://:{SECRET}#a@127.0.0.1:1/0",
+    f"redis://:{SECRET}/a@127.0.0.1:1/0",
+    f"redis://:{SECRET}?a@127.0.0.1:1/0",
+    f"redis://:a@{SECRET}@127.0.0.1:1/0",
+    f"redis://user:{SECRET}@127.0.0.1:port/0",
+    f"redis://user:{SECRET}",
+    f"rediss://:{SECRET}@127.0.0.1:1/0?ssl_cert_reqs={SECRET}",
+    f"reddis://:{SECRET}@127.0.0.1/0",
+    f"redis:/:{SECRET}@127.0.0.1/0",
+    f"redis//:{SECRET}@127.0.0.1/0",
+    f":{SECRET}@127.0.0.1",
+    f"s3:/key:{SECRET}@bucket",
+    f"http://user:{SECRET}@[::1",
+    f"sftp://user:{SECRET}@127.0.0.1:1/x",
+    f"ftp://user:{SECRET}@127.0.0.1:1/x",
+)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    shown = [redacted(url), repr(Settings(remote=url))]
+    try:
+        store = open_remote(url, timeout_s=0.5)
+        store.get("a" * 32)
+        shown += [str(store.status()), repr(store.values), *map(str, store.keys())]
+        store.close()
+    except (UsageError, ImportError):
+        shown.append(traceback.format_exc())
+    shown += [record.getMessage() for record in caplog.records if record.name.startswith("ragblend")]
+    assert SECRET not in "\n".join(shown)
+
+
+def test_a_password_with_marks_in_it_is_told_how_to_be_written() -> None:
+    with pytest.raises(UsageError, match="'#' as %23"):
+        open_remote("redis://:a#b@cache:6379/0")
+
+
+def test_a_url_as_it_was_printed_is_refused_instead_of_tried() -> None:
+    with pytest.raises(UsageError, match="give the whole URL"):
+        open_remote(redacted("redis://:geheim@cache:6379/0"))
+
+
+@pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])
+def test_a_framework_model_shows_no_password(make: Any) -> None:
+    url = f"redis://user:{SECRET}@127.0.0.1:1/0?password={SECRET}"
+    model = make(model="demo", remote=url, engine_options={"memory_gib": 0.5})
+    dumps = [model.model_dump(), model.model_dump(mode="json"), json.loads(model.model_dump_json()), model._settings()]
+    dumps += [getattr(model, name)() for name in ("asdict", "to_dict") if hasattr(model, name)]
+    assert SECRET not in repr((repr(model), str(model), dumps))
+    assert model.model_dump()["remote"] == "redis://***@127.0.0.1:1/0"
+    assert model.model_dump()["engine_options"] == {"memory_gib": 0.5}
+    assert model.remote == url, "only what is shown is cut"
+
+
+@pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])
+def test_a_mistyped_setting_of_a_framework_model_is_named_without_its_value(make: Any) -> None:
+    with pytest.raises(ValueError, match="remot") as caught:
+        make(model="demo", remot=f"redis://:{SECRET}@cache")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [f"htp://user:{SECRET}@host:8000", f"user:{SECRET}@host", f"http//:{SECRET}@host"])
+def test_a_mistyped_backend_is_refused_without_its_password(backend: str) -> None:
+    for refuse in (lambda: Settings(backend=backend), lambda: load_engine("demo", backend=backend)):
+        with pytest.raises(UsageError) as caught:
+            refuse()
+        assert SECRET not in str(caught.value)
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
+    connection = Connection(f"http://user:{SECRET}@127.0.0.1:1", max_retries=0)
+    with pytest.raises(Exception, match=r"no server answers at http://\*\*\*@127") as caught:
+        connection.json("GET", "/v1/models")
+    connection.close()
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path: Path) -> None:
+    flags = ("--hf-token", SECRET, f"--ssl-keyfile-password={SECRET}", "--max-model-len", "512")
+    remote = f"redis://127.0.0.1:6379/0?password={SECRET}"
+    options = ServeOptions(store=str(tmp_path), api_key=SECRET, tiers={"remote": remote})
+    made = prepare(options, flags, check=False)
+    assert SECRET not in made.shown()
+    assert made.shown().endswith("--max-model-len 512")
+    assert made.command[-5:-3] == ("--hf-token", SECRET), "vLLM still gets it"
