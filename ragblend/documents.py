@@ -17,6 +17,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache
 from html.parser import HTMLParser
 from importlib import metadata
@@ -384,13 +385,13 @@ def _read_json(data: bytes) -> Found:
 
 
 def _parse_json(text: str) -> Any:
-    """A JSON value. A whole number of more digits than Python reads (4,300) stays as it is spelled."""
+    """A JSON value; a whole number may have more digits than Python's own integers are read with (4,300)."""
 
-    def number(digits: str) -> int | str:
+    def number(digits: str) -> int | Decimal:
         try:
             return int(digits)
         except ValueError:
-            return digits
+            return Decimal(digits)
 
     return json.loads(text, parse_int=number)
 

@@ -69,7 +69,7 @@ def test_format_version_1_is_stable(tmp_path: Path) -> None:
     assert path.relative_to(tmp_path).as_posix() == "profiles/9757a0f6c41fe5ed1dc67ebae2222f66-0210730fb21886ab.json"
     note = json.loads(path.read_text())
     assert note["version"] == 1
-    assert note["checksum"] == "a12c5c7c462b67007b60852b11f6d472"
+    assert note["xxh3_128"] == "f8c7462805ec002ef0101bd87b83d4e1"
     assert set(note["profile"]["fits"][0]["curve"][0]) == set(CurvePoint._fields)
 
 
