@@ -490,6 +490,13 @@ def main() -> None:
         # The reader of our output went away (`| head`): nothing left to say, and nothing may be said on closing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        from ragblend.engine.directory import FULL, refusal
+
+        if error.errno not in FULL:
+            raise
+        err.print(f"error: {refusal(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True)
+        sys.exit(RagblendError.exit_code)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 CHILD = r"""
-import atexit, io, json, os, resource, select, signal, sys, threading, time, traceback
+import atexit, fcntl, json, os, resource, select, signal, sys, threading, time, traceback
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 import torch
@@ -56,13 +56,11 @@ def watch(root, tell):
     sys.addaudithook(hook)
 
 
-def child(order, moments):
+def child(order, moments, out, err):
     os.chdir(order["cwd"])
     os.environ.update(order["env"])
-    for number, name in ((1, "out"), (2, "err")):
-        target = os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number, target in ((1, out), (2, err)):
         os.dup2(target, number)
-        os.close(target)
     if order["limit_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit_bytes"],) * 2)
     count = 0
@@ -94,16 +92,33 @@ def child(order, moments):
         os._exit(code)
 
 
+def said(pipe):
+    os.set_blocking(pipe, False)
+    data = os.read(pipe, SAID_BYTES)
+    os.close(pipe)
+    return data.decode("utf-8", "replace")
+
+
+def pipe():
+    # Not a file: what a command says is to be heard with a file-size limit of nothing, too.
+    ends = os.pipe()
+    fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, SAID_BYTES)
+    return ends
+
+
+SAID_BYTES = 1 << 20
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     reader, writer = os.pipe()
+    outs, errs = pipe(), pipe()
     start_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        child(order, writer)
-    os.close(writer)
+        child(order, writer, outs[1], errs[1])
+    for end in (writer, outs[1], errs[1]):
+        os.close(end)
     kill, until_s, killed, count = order["kill"], start_s + order["timeout_s"], False, 0
     due_s = start_s + kill["delay_s"] if kill and kill["after"] == 0 else None
     while True:
@@ -125,7 +140,8 @@ for line in sys.stdin:
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     elapsed_s = time.monotonic() - start_s
-    print(json.dumps({"code": code, "count": count, "elapsed_s": elapsed_s, "killed": killed}), flush=True)
+    facts = {"code": code, "count": count, "elapsed_s": elapsed_s, "killed": killed}
+    print(json.dumps({**facts, "out": said(outs[0]), "err": said(errs[0])}), flush=True)
 """
 
 
@@ -157,10 +173,9 @@ class Done(NamedTuple):
 
 
 class Commands:
-    """See the module. `place`: a folder for what commands print, outside of what is tested."""
+    """See the module."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
@@ -180,10 +195,8 @@ class Commands:
         limit_bytes: int | None = None,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
-        out: Path | None = None,
     ) -> Done:
         """`ragblend ARGV` in the folder `cwd`, or a Python script that finds `argv`, until it ends or is killed."""
-        out, err = out or self._place / "out", self._place / "err"
         order = {
             "argv": [os.fspath(each) for each in argv],
             "cwd": str(cwd),
@@ -193,19 +206,15 @@ class Commands:
             "limit_bytes": limit_bytes,
             "env": dict(env or {}),
             "timeout_s": timeout_s,
-            "out": str(out),
-            "err": str(err),
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         facts = json.loads(self._process.stdout.readline())
-        said = "" if out.is_char_device() else out.read_text(errors="replace")
-        complaint = err.read_text(errors="replace")
         if facts["killed"] and not kill:
-            raise AssertionError(f"{argv} took longer than {timeout_s} s: {said}{complaint}")
-        return Done(facts["code"], said, complaint, facts["count"], facts["elapsed_s"])
+            raise AssertionError(f"{argv} took longer than {timeout_s} s: {facts['out']}{facts['err']}")
+        return Done(facts["code"], facts["out"], facts["err"], facts["count"], facts["elapsed_s"])
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -9,64 +9,30 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import faiss
 import pytest
 from forked import Commands, Done, Kill
+from places import INGEST, PLACE, Place, secret, succeeded
 from servers import RedisServer, running_redis
 
 pytestmark = pytest.mark.timeout(1800)
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 20 if FULL else 3
-PLACE = ("--index", "index", "--store", "kv")
-INGEST = ("ingest", "corpus", "--chunk-size", "64", "--embedder", "hashing", "--neighbour-kv", *PLACE)
 
 Counted = Callable[[str], None]
 
 
-def text_about(name: str, version: int = 0) -> str:
-    """Several chunks, each with a word that stands nowhere else."""
-    return "\n\n".join(
-        f"The {name} of room {number} has the secret {secret(name, version)}{number} and {number + 3} windows. "
-        f"Anna, who paints {name} walls, gave it {number * 7} chairs, a lamp, a long table and a red door in May."
-        for number in range(4)
-    )
-
-
-def secret(name: str, version: int = 0) -> str:
-    return f"Qx{name}zv{version}n"
-
-
-class Place(NamedTuple):
-    """A working folder, and what it is put back to before each kill: names in the index are absolute."""
-
-    work: Path
-    kept: Path
-
-    def keep(self) -> None:
-        shutil.rmtree(self.kept, ignore_errors=True)
-        shutil.copytree(self.work, self.kept)
-
-    def put_back(self) -> None:
-        shutil.rmtree(self.work)
-        shutil.copytree(self.kept, self.work)
-
-    def write(self, name: str, version: int = 0) -> None:
-        (self.work / "corpus").mkdir(exist_ok=True)
-        (self.work / "corpus" / f"{name}.md").write_text(text_about(name, version))
-
-
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    with Commands(tmp_path_factory.mktemp("said")) as made:
+def commands() -> Iterator[Commands]:
+    with Commands() as made:
         yield made
 
 
@@ -80,12 +46,6 @@ def place(tmp_path: Path, commands: Commands) -> Place:
     succeeded(commands.run(*INGEST, cwd=found.work))
     succeeded(commands.run("pin", "corpus/basalt.md", *PLACE, cwd=found.work))
     return found
-
-
-def succeeded(done: Done, *codes: int) -> Done:
-    assert done.code in (codes or (0,)), done
-    assert "Traceback" not in done.err, done.err
-    return done
 
 
 def state(work: Path) -> dict[str, Any]:
@@ -250,7 +210,7 @@ def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, c
 
 
 def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
-    commands: Commands, place: Place, tmp_path: Path, counted: Counted
+    commands: Commands, place: Place, counted: Counted
 ) -> None:
     """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
     script = (
@@ -270,8 +230,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     whole = succeeded(commands.run(*gc, cwd=place.work))
     wanted = state(place.work)
     rng, num_kills, num_beside = random.Random(3), 0, 0
-    (tmp_path / "other").mkdir()
-    with Commands(tmp_path / "other") as beside:
+    with Commands() as beside:
         while num_kills < NUM_KILLS:
             place.put_back()
             done: list[Done] = []
@@ -295,9 +254,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     counted(f"{num_kills} kills of `gc --orphans` among {num_beside} beside an ingestion: no fresh entry lost")
 
 
-def test_a_killed_push_leaves_no_half_and_no_temp_file(
-    commands: Commands, place: Place, tmp_path: Path, counted: Counted
-) -> None:
+def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place: Place, counted: Counted) -> None:
     far = place.work / "far"
     argv = ("push", "--remote", f"file://{far}", "--store", "kv")
 
