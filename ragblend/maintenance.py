@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from ragblend.errors import (
 from ragblend.forgetting import keys_without
 from ragblend.index import ChunkIndex, open_index
 from ragblend.precompute import Progress, disk_store, pin_document, precompute_chunks, with_neighbours
-from ragblend.registry import REGISTRY_FILE, ChunkRegistry, drop_registry, registry_of
+from ragblend.registry import REGISTRY_FILE, drop_registry, registry_of
 from ragblend.segments import Chunk, Segmenter
 
 _BATCH = 64  # entries deleted while nobody may add documents
@@ -159,9 +159,21 @@ def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: Ch
                 drop_registry(disk.root)
             except RagblendError:
                 report.unrepaired.append(reason)
+                continue
+            _note_stored(disk)
         elif place in still:
             disk.drop_note(place)
             report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place.partition('/')[0]]}")
+
+
+def _note_stored(disk: DiskStore) -> None:
+    """Have the registry know what is there, as it did."""
+    found: dict[str, list[str]] = {}
+    for header in disk.headers():
+        found.setdefault(header.fingerprint, []).append(header.key)
+    with registry_of(disk) as registry:
+        for fingerprint, keys in found.items():
+            registry.note_stored(keys, fingerprint)
 
 
 _WHAT_IT_WAS = {
@@ -195,9 +207,10 @@ def collect_garbage(
     """
     disk = DiskStore(store, create=False)
     if index is None:
+        result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
             _forget_missing(disk)
-        return Garbage(*disk.gc(max_bytes, None, dry_run, lambda keys: _forget_stored(disk, keys)))
+        return Garbage(*result)
     with open_index(index) as opened, registry_of(disk) as registry:
         used = _ids_in_use(opened)
         if used is None:
@@ -211,7 +224,7 @@ def collect_garbage(
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return Garbage(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
-        orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
+        orphans, freed_bytes = _drop_orphans(disk, opened, used)
         with opened.holding():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             texts = tuple(text for text in registry.texts() if text not in kept)
@@ -220,13 +233,13 @@ def collect_garbage(
             for name in pins:
                 disk.unpin(name)
         registry.truncate_log()
+        result = disk.gc(max_bytes)
         _forget_missing(disk)
-        result = disk.gc(max_bytes, None, leaving=registry.forget_stored)
         result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
     return Garbage(*result, texts, pins)
 
 
-def _drop_orphans(disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, used: _InUse) -> tuple[list[str], int]:
+def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
     """Delete what no chunk in use needs, in such an order that, killed in between, the rest is still known for it."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_orphans(disk.entries(), used))
@@ -236,23 +249,16 @@ def _drop_orphans(disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, u
                 used = used.with_texts(fresh, index.manifest.generation)
                 pending = list(_orphans(_entries_of(disk, pending), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
-            registry.forget_stored(batch)
             freed_bytes += disk.drop(batch)
         dropped += batch
     return dropped, freed_bytes
 
 
-def _forget_stored(disk: DiskStore, keys: Sequence[str]) -> None:
-    if (disk.root / REGISTRY_FILE).exists():
-        with registry_of(disk) as registry:
-            registry.forget_stored(keys)
-
-
 def _forget_missing(disk: DiskStore) -> None:
-    """Miss no longer what is gone without a trace; damaged copies that go now are missed, until they are repaired."""
+    """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
     if (disk.root / REGISTRY_FILE).exists():
         with registry_of(disk) as registry:
-            registry.forget_stored([key for key in registry.stored() if not disk.holds(key, damaged=True)])
+            registry.forget_stored([key for key in registry.stored() if not disk.holds(key)])
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:

@@ -302,6 +302,8 @@ def find_documents(name: str, index: ChunkIndex, *, gone: bool = False) -> list[
     if gone:
         found += named(name, [(source, file_of(source)) for source in sorted(unfinished(index))])
     if not found:
+        if gone and not index.is_saved:  # a removal was killed as all but this was done
+            index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
     return list(dict.fromkeys(found))
 

@@ -275,10 +275,9 @@ class DiskStore:
             if (reason := self._check(path)) is not None:
                 yield VerifyResult(path.stem, not reason, reason)
 
-    def holds(self, key: str, *, damaged: bool = False) -> bool:
-        """Whether there is a file for the key, whatever is in it; with `damaged` also one that was set aside."""
-        path = self._path(key)
-        return path.exists() or (damaged and path.with_suffix(DAMAGED_SUFFIX).exists())
+    def holds(self, key: str) -> bool:
+        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        return self._path(key).exists()
 
     @property
     def has_evicted(self) -> bool:
@@ -297,17 +296,13 @@ class DiskStore:
         return self._directory.clean()
 
     def gc(
-        self,
-        max_bytes: int | None = None,
-        keep: Callable[[str], bool] | None = None,
-        dry_run: bool = False,
-        leaving: Callable[[Sequence[str]], object] = lambda keys: None,
+        self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
     ) -> GcResult:
         """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
 
         max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports. `leaving` is told of the keys before they go. Raises CorruptError, with
-        nothing evicted, when a pin cannot be read, and StoreNotWritableError when not everything could be removed.
+        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read,
+        and StoreNotWritableError when not everything could be removed.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -328,8 +323,6 @@ class DiskStore:
         freed_bytes = sum(stat.st_size for _, stat in doomed)
         keys = tuple(path.stem for path, _ in evicted)
         if not dry_run:
-            if keys:
-                leaving(keys)
             self._remove(doomed)
             self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
