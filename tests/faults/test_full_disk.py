@@ -112,6 +112,29 @@ def goes_on(commands: Commands, work: Path, argv: tuple[str, ...]) -> None:
     succeeded(commands.run("verify", *PLACE, cwd=work))
 
 
+def test_gc_of_a_store_that_cannot_be_written_claims_nothing(
+    tmp_path: Path, commands: Commands, counted: Counted
+) -> None:
+    work = tmp_path / "small"
+    work.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(work)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        fill(Place(work, tmp_path / "kept"), commands)
+        succeeded(commands.run("verify", "--repair", *PLACE, cwd=work))
+        subprocess.run(["mount", "-o", "remount,ro", str(work)], check=True)
+        for more in ((), ("--orphans",)):
+            done = commands.run("gc", "--max-size", "0B", "--json", *more, *PLACE, cwd=work)
+            assert done.code == 1, done
+            assert not done.out
+            assert "Traceback" not in done.err
+            assert "0 B were freed" in done.err or "cannot be written" in done.err or "cannot open or write" in done.err
+        counted("gc of a store on a read-only mount: exit 1, nothing claimed")
+    finally:
+        subprocess.run(["umount", str(work)], check=True)
+
+
 def test_a_full_disk_is_called_full_by_every_command(tmp_path: Path, commands: Commands, counted: Counted) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs"]
     work = tmp_path / "small"

@@ -265,6 +265,28 @@ def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place
     counted(killed_and_run_again(commands, place, argv, all_there))
 
 
+def test_push_over_keys_of_another_type_sends_what_it_says(
+    commands: Commands, place: Place, tmp_path: Path, counted: Counted
+) -> None:
+    redis = pytest.importorskip("redis")
+    for server in running_redis(tmp_path):
+        client = redis.Redis(port=server.port)
+        entries = {path.stem: path.read_bytes() for path in (place.work / "kv").glob("??/*.safetensors")}
+        push = ("push", "--remote", server.url, "--store", "kv", "--json")
+        succeeded(commands.run(*push, cwd=place.work))
+        names = sorted(client.keys())
+        for name in names[::2]:
+            client.delete(name)
+            client.lpush(name, "no entry")
+        num_planted = len(names[::2])
+        found = commands.run("ask", "Which amber?", "--max-tokens", "2", "--remote", server.url, *PLACE, cwd=place.work)
+        succeeded(found)
+        facts = succeeded(commands.run(*push, cwd=place.work)).facts
+        assert (facts["num_sent"], facts["num_known"]) == (num_planted, len(entries) - num_planted)
+        assert sorted(client.get(name) for name in names) == sorted(entries.values())
+        counted(f"push over {num_planted} lists in place of entries: as many sent, and there")
+
+
 def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
