@@ -159,7 +159,7 @@ def verify(
     dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Read and check every stored byte. Exits 4 when anything is damaged and not repaired."""
+    """Read and check every stored byte. Exits 4 when anything is damaged, or missing, and not repaired."""
     settings = settings_from(locals())
     from ragblend.maintenance import verify_store
 

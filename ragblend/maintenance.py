@@ -132,12 +132,14 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         behind = [chunk for chunk in with_neighbours(chunks) if chunk.behind is not None]
         again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
         repaired = precompute_chunks([*chunks, *again], engine, progress, note=lambda: registry.add(indexed))
+        stored = registry.stored()
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_damaged(key)  # last: killed before, it is still found
-    if disk is not None and (gone := [key for key in report.missing if not disk.holds(key)]):
+    gone = [key for key in lost if key in stored and disk is not None and not disk.holds(key)]
+    if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
-            f"{len(gone)} entries stay missing: this model does not make them of what is indexed, behind this prefix "
+            f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
             "and in this namespace. Repair with the --model, --system or --namespace that made them, add the documents "
             "again, or forget them: ragblend gc"
         )
@@ -258,7 +260,8 @@ def _forget_missing(disk: DiskStore) -> None:
     """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
     if (disk.root / REGISTRY_FILE).exists():
         with registry_of(disk) as registry:
-            registry.forget_stored([key for key in registry.stored() if not disk.holds(key)])
+            if gone := [key for key in registry.stored() if not disk.holds(key)]:
+                registry.forget_stored(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
