@@ -1,8 +1,10 @@
 """Documents, chunks and vectors in one SQLite file: the truth behind an index. Knows nothing of search or embedders.
 
-A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
-is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not forgotten.
-Every row carries a checksum, and SQLite's errors leave here as ours, with the way out.
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer
+has is noted in the same transaction, for whoever deletes KV and registered texts: killed in between, that is not
+forgotten.
+Every row carries a checksum that is looked at whenever it is read; SQLite's errors leave here as ours, with the way
+out.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ import json
 import os
 import sqlite3
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.chunkrows import (
+    CHECKED,
     SCHEMA,
     SCHEMA_VERSION,
     SELECT,
     DocumentChange,
+    Doomed,
     FileNote,
     Leftovers,
     Row,
@@ -32,12 +35,12 @@ from ragblend.chunkrows import (
     text_hash,
     versions_of,
 )
-from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
-from ragblend.files import check_file
+from ragblend.engine.directory import refusal
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.segments import Chunk
+from ragblend.sqlitefile import connect, row_checksum, translated, truncate_log
 
 DATABASE = "chunks.sqlite"
-_LOCK_TIMEOUT_S = 30.0
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
 _PAGE = 500  # values in one SELECT ... IN
 
@@ -52,8 +55,10 @@ class ChunkDatabase:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / DATABASE
         self.lock = threading.RLock()
+        self._process = os.getpid()
+        self._inside: Literal["", "DEFERRED", "IMMEDIATE"] = ""  # which transaction is open
         with self._translated():
-            self._connection = _connect(self.path)
+            self._connection = connect(self.path, reingest(self.path.parent))
             try:
                 self._check()
             except BaseException:
@@ -67,15 +72,17 @@ class ChunkDatabase:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise UsageError(f"{folder} is not a folder; name a folder for the index") from error
-        written = json.dumps({key: str(value) for key, value in facts.items()})
-        pairs = [("facts", written), ("facts_checksum", str(zlib.crc32(written.encode()))), ("generation", "0")]
+        except OSError as error:
+            raise refusal(error, folder) from error
+        written = {"facts": json.dumps({key: str(value) for key, value in facts.items()}), "generation": "0"}
+        rows = [(*pair, row_checksum(*pair)) for pair in written.items()]
         with _translated(folder):
-            connection = _connect(folder / DATABASE, create=True)
+            connection = connect(folder / DATABASE, reingest(folder), create=True)
             try:  # one transaction: killed inside it, there is no index rather than half of one
                 connection.execute("BEGIN IMMEDIATE")
                 for statement in SCHEMA:
                     connection.execute(statement)
-                connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", pairs)
+                connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?, ?)", rows)
                 connection.commit()
             finally:
                 connection.close()
@@ -85,7 +92,7 @@ class ChunkDatabase:
     def is_blank(folder: Path) -> bool:
         """Whether creation was killed before its transaction: a file without a single table."""
         with _translated(folder):
-            connection = _connect(folder / DATABASE)
+            connection = connect(folder / DATABASE, reingest(folder))
             try:
                 return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             finally:
@@ -129,40 +136,62 @@ class ChunkDatabase:
 
     def sources(self, status: str | None) -> list[str]:
         """Sources of documents with `status` (None: all), first added first."""
-        found = self._connection.execute(
-            "SELECT source FROM documents WHERE ? IN (status, '*') ORDER BY id", ("*" if status is None else status,)
-        )
+        where = "WHERE ? IN (status, '*') ORDER BY id"
+        found = self._checked("documents", "source", where, ("*" if status is None else status,))
         return [source for (source,) in found]
 
     def documents(self) -> dict[str, dict[str, str]]:
         """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
         found: dict[str, dict[str, str]] = {}
-        query = "SELECT file, source, content_hash FROM documents ORDER BY id"
-        for file, source, content_hash in self._connection.execute(query):
+        for file, source, content_hash in self._checked("documents", "file, source, content_hash", "ORDER BY id"):
             found.setdefault(file, {})[source] = content_hash
         return found
 
     def files(self) -> list[FileNote]:
         """Every file noted, by path."""
-        return [
-            FileNote(*row) for row in self._connection.execute("SELECT path, version, top FROM files ORDER BY path")
-        ]
+        return [FileNote(*row) for row in self._checked("files", "path, version, top", "ORDER BY path")]
 
     def leftovers(self) -> Leftovers:
         """What is left to delete elsewhere, less what the index has come to have again."""
-        rows = self._connection.execute("SELECT id, source, text, behind FROM leftovers ORDER BY id").fetchall()
-        texts = dict.fromkeys(text for _, _, text, behind in rows if not behind)
-        pairs = dict.fromkeys((behind, text) for _, _, text, behind in rows if behind)
+        rows = list(self._checked("leftovers", "id, source, text, behind", "ORDER BY id"))
+        texts = {text: source for _, source, text, behind in reversed(rows) if not behind}
+        pairs = {(behind, text): source for _, source, text, behind in reversed(rows) if behind}
         return Leftovers(
-            tuple(text for text in texts if not self._has("chunks", "text_hash", text_hash(text))),
-            tuple(pair for pair in pairs if not self._has_pair(*pair)),
+            tuple(text for text in texts if not self.has_text(text_hash(text))),
+            tuple(pair for pair in pairs if not self.has_pair(*map(text_hash, pair))),
             tuple(
                 source
                 for source in dict.fromkeys(source for _, source, _, _ in rows)
                 if not self._has("documents", "source", source)
             ),
+            {text: source for (_, text), source in pairs.items()} | texts,
             max((row[0] for row in rows), default=0),
         )
+
+    def doomed(self) -> list[Doomed]:
+        """Entries that are to go and have not been seen to be gone, in the order in which they are to."""
+        return [Doomed(*row) for row in self._checked("doomed", CHECKED["doomed"], "ORDER BY rowid")]
+
+    def is_doomed(self, entry: Doomed) -> bool:
+        """Whether the entry is to go: noted, and nothing has its text again, or behind the other."""
+        noted = self._checked("doomed", CHECKED["doomed"], "WHERE key = ? AND place = ?", (entry.key, entry.place))
+        if not any(row == tuple(entry) for row in noted):
+            return False
+        if entry.behind_hash:
+            return not self.has_pair(entry.behind_hash, entry.text_hash)
+        return not self.has_text(entry.text_hash)
+
+    def has_text(self, hashed: bytes) -> bool:
+        """Whether some chunk has the text of this `text_hash`."""
+        return self._has("chunks", "text_hash", hashed)
+
+    def has_pair(self, behind_hash: bytes, hashed: bytes) -> bool:
+        """Whether some document has the one text right behind the other."""
+        query = (
+            "SELECT 1 FROM chunks c JOIN chunks b ON b.document = c.document AND b.ordinal = c.ordinal - 1 "
+            "WHERE c.text_hash = ? AND b.text_hash = ? LIMIT 1"
+        )
+        return self._connection.execute(query, (hashed, behind_hash)).fetchone() is not None
 
     def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """The vectors, as stored, of those `texts` that some chunk has, by `text_hash`."""
@@ -176,9 +205,9 @@ class ChunkDatabase:
 
     def document(self, source: str) -> tuple[str, str] | None:
         """(content hash, status) of a document, or None."""
-        found: tuple[str, str] | None = self._connection.execute(
-            "SELECT content_hash, status FROM documents WHERE source = ?", (source,)
-        ).fetchone()
+        found: tuple[str, str] | None = next(
+            self._checked("documents", "content_hash, status", "WHERE source = ?", (source,)), None
+        )
         return found
 
     def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
@@ -212,10 +241,18 @@ class ChunkDatabase:
         for (line,) in self._connection.execute("PRAGMA integrity_check").fetchall():
             if line != "ok":
                 yield f"{self.path}: {line}"
-        for source in self.sources(None):
-            for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,)):
-                if not row.is_sound():
-                    yield f"{self.path}: chunk {row.chunk_id} of {source} is not what was written"
+        for table, columns in CHECKED.items():
+            if table == "chunks":
+                continue  # one by one, below
+            damaged = f"SELECT count(*) FROM {table} WHERE checksum IS NOT row_checksum({columns})"
+            if count := self._connection.execute(damaged).fetchone()[0]:
+                yield f"{self.path}: {count} rows of {table} are not what was written"
+        strays = "SELECT count(*) FROM chunks WHERE document NOT IN (SELECT id FROM documents)"
+        if count := self._connection.execute(strays).fetchone()[0]:
+            yield f"{self.path}: {count} chunks belong to no document"
+        for row in self._connection.execute(SELECT):  # by name, and by what its id is of
+            if not Row(*row).is_sound():
+                yield f"{self.path}: chunk {row[1]} of {row[2]} is not what was written"
 
     # --- writing: each its own transaction ---
 
@@ -232,16 +269,12 @@ class ChunkDatabase:
             generation = self._advance()
             # Unchecked: replacing a damaged document repairs it.
             old = {row.chunk_id: row for row in self._select("WHERE d.source = ? ORDER BY c.ordinal", (source,))}
-            self._connection.execute(
-                "INSERT INTO documents (source, file, content_hash, status) VALUES (?, ?, ?, ?) "
-                "ON CONFLICT (source) DO UPDATE SET file = excluded.file, content_hash = excluded.content_hash, "
-                "status = excluded.status",
-                (source, file, content_hash, status),
-            )
-            document = self._connection.execute("SELECT id FROM documents WHERE source = ?", (source,)).fetchone()[0]
+            known = self._connection.execute("SELECT id FROM documents WHERE source = ?", (source,)).fetchone()
+            document = int(known[0]) if known is not None else self._next_id("documents")
+            self._put("documents", (document, source, file, content_hash, status))
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO chunks ({CHECKED['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
                 (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
             kept = versions_of([chunk.text for chunk, _ in items.values()])
@@ -262,7 +295,9 @@ class ChunkDatabase:
             self._connection.execute(f"DELETE FROM chunks {condition}", (source,))
             files = self._connection.execute("SELECT file FROM documents WHERE source = ?", (source,)).fetchall()
             self._require(self._connection.execute("DELETE FROM documents WHERE source = ?", (source,)), source)
-            self._connection.executemany("UPDATE files SET version = '' WHERE path = ?", files)  # it has more to give
+            self._connection.executemany(  # it has more to give
+                "UPDATE files SET version = '', checksum = row_checksum(path, '', top) WHERE path = ?", files
+            )
             self._drop_empty_files(file for (file,) in files)
             self._leave(source, versions_of([row.text for row in old]))
         return [row.forgotten() for row in old]
@@ -270,7 +305,8 @@ class ChunkDatabase:
     def set_status(self, sources: Iterable[str], status: str) -> None:
         """Note how far documents have come. Raises NotFoundError, and then nothing is noted."""
         with self.writing():
-            update = "UPDATE documents SET status = ? WHERE source = ?"
+            columns = CHECKED["documents"].replace("status", "?1")
+            update = f"UPDATE documents SET status = ?1, checksum = row_checksum({columns}) WHERE source = ?2"
             for source in sources:
                 self._require(self._connection.execute(update, (status, source)), source)
 
@@ -278,20 +314,33 @@ class ChunkDatabase:
         """Note files, each in place of what was noted of it. A file that holds no document is not kept."""
         notes = list(notes)
         with self.writing():
-            self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", notes)
+            for note in notes:
+                self._put("files", note)
             self._drop_empty_files(note.path for note in notes)
 
     def set_facts(self, **changes: object) -> None:
         """Record other facts than the creator did."""
         with self.writing():
             written = json.dumps(self.facts() | {key: str(value) for key, value in changes.items()})
-            pairs = [(written, "facts"), (str(zlib.crc32(written.encode())), "facts_checksum")]
-            self._connection.executemany("UPDATE meta SET value = ? WHERE key = ?", pairs)
+            self._put("meta", ("facts", written))
 
-    def drop_leftovers(self, last_id: int) -> None:
-        """Forget leftovers up to this id."""
+    def doom(self, entries: Iterable[Doomed], last_id: int) -> None:
+        """Note which entries are to go, in place of the leftovers up to this id, whose texts are forgotten."""
         with self.writing():
+            for entry in entries:
+                self._put("doomed", entry)
             self._connection.execute("DELETE FROM leftovers WHERE id <= ?", (last_id,))
+
+    def pardon(self, entries: Iterable[Doomed]) -> None:
+        """Forget that entries are to go: they are gone, or wanted again."""
+        with self.writing():
+            rows = ((entry.key, entry.place) for entry in entries)
+            self._connection.executemany("DELETE FROM doomed WHERE key = ? AND place = ?", rows)
+
+    def truncate_log(self) -> None:
+        """Let what was deleted leave the log, too."""
+        with self.lock, self._translated():
+            truncate_log(self._connection)
 
     # --- inside ---
 
@@ -304,28 +353,40 @@ class ChunkDatabase:
         self._connection.executemany(empty, ((path,) for path in paths))
 
     def _leave(self, source: str, versions: Iterable[tuple[str, str]]) -> None:
-        insert = "INSERT INTO leftovers (source, text, behind) VALUES (?, ?, ?)"
-        self._connection.executemany(insert, ((source, text, behind) for text, behind in versions))
+        # Numbers that never come again: whoever has read some drops these, and none that came since.
+        for number, version in enumerate(versions, start=self.generation() << 24):
+            self._put("leftovers", (number, source, *version))
+
+    def _next_id(self, table: str) -> int:
+        return int(self._connection.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
+
+    def _put(self, table: str, columns: Sequence[object]) -> None:
+        """A row with its checksum, in place of the one of the same key."""
+        values = (*columns, row_checksum(*columns))
+        places = ", ".join("?" * len(values))
+        self._connection.execute(
+            f"INSERT OR REPLACE INTO {table} ({CHECKED[table]}, checksum) VALUES ({places})", values
+        )
+
+    def _checked(self, table: str, columns: str, rest: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
+        """Columns of the rows that `rest` selects. Raises CorruptError when one is not what was written."""
+        query = f"SELECT checksum IS row_checksum({CHECKED[table]}), {columns} FROM {table} {rest}"
+        for is_sound, *found in self._connection.execute(query, values).fetchall():
+            if not is_sound:
+                raise CorruptError(f"{self.path}: a row of {table} is not what was written. {reingest(self.folder)}")
+            yield tuple(found)
 
     def _has(self, table: str, column: str, value: object) -> bool:
         query = f"SELECT 1 FROM {table} WHERE {column} = ? LIMIT 1"
         return self._connection.execute(query, (value,)).fetchone() is not None
 
-    def _has_pair(self, behind: str, text: str) -> bool:
-        """Whether some document has `text` right after `behind`."""
-        query = (
-            "SELECT 1 FROM chunks c JOIN chunks b ON b.document = c.document AND b.ordinal = c.ordinal - 1 "
-            "WHERE c.text_hash = ? AND b.text_hash = ? LIMIT 1"
-        )
-        return self._connection.execute(query, (text_hash(text), text_hash(behind))).fetchone() is not None
-
     def _advance(self) -> int:
-        self._connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'generation'")
-        return self.generation()
+        generation = self.generation() + 1
+        self._put("meta", ("generation", str(generation)))
+        return generation
 
     def _meta(self, key: str) -> str:
-        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        value = "" if found is None else str(found[0])
+        value = next((str(found) for (found,) in self._checked("meta", "value", "WHERE key = ?", (key,))), "")
         if not value or (key == "generation" and not value.isdecimal()):
             raise CorruptError(f"{self.path} has lost its {key!r}. {reingest(self.folder)}")
         return value
@@ -357,19 +418,31 @@ class ChunkDatabase:
             verdict = self._connection.execute("PRAGMA integrity_check").fetchone()[0]
             if verdict != "ok":
                 raise CorruptError(f"{self.path} is damaged ({verdict}). {reingest(self.folder)}")
-        if str(zlib.crc32(self._meta("facts").encode())) != self._meta("facts_checksum"):
-            raise CorruptError(f"{self.path} does not say what made it. {reingest(self.folder)}")
+        self._meta("facts")
 
     @contextmanager
     def _transaction(self, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
-        with self.lock, self._translated():
-            self._connection.execute(f"BEGIN {kind}")
-            try:
+        if self._process != os.getpid():
+            raise RagblendError(
+                f"the index {self.folder} was opened before this process was forked; SQLite cannot be carried over. "
+                "Open it in this process"
+            )
+        with self.lock:
+            if self._inside:  # part of the one that is open; the lock says that it is this thread's
+                assert kind == "DEFERRED" or self._inside == "IMMEDIATE", "a reader cannot become a writer"
                 yield
-                self._connection.commit()
-            except BaseException:
-                self._connection.rollback()
-                raise
+                return
+            with self._translated():
+                self._connection.execute(f"BEGIN {kind}")
+                self._inside = kind
+                try:
+                    yield
+                    self._connection.commit()
+                except BaseException:
+                    self._connection.rollback()
+                    raise
+                finally:
+                    self._inside = ""
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -379,50 +452,13 @@ class ChunkDatabase:
 
 def reingest(folder: Path) -> str:
     """The way out of a damaged database."""
-    return f"Delete {folder} and run ragblend ingest DOCS --index {folder}; stored KV is found again, not recomputed"
-
-
-def _connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
-    """A connection in autocommit mode, so that every BEGIN is written where it matters."""
-    try:
-        check_file(path)
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be opened: {error.strerror or error}. {reingest(path.parent)}") from error
-    # In a folder that cannot be written (a package, a mounted image) nobody else writes either.
-    frozen = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
-    mode = "mode=rwc" if create else "mode=ro&immutable=1" if frozen else "mode=rw"
-    connection = sqlite3.connect(
-        f"{path.resolve().as_uri()}?{mode}",
-        uri=True,
-        timeout=_LOCK_TIMEOUT_S,
-        isolation_level=None,
-        check_same_thread=False,
+    return (
+        f"Delete {folder} and run ragblend ingest DOCS --index {folder}; stored KV is found again, not recomputed. "
+        f"What was being removed goes with: ragblend gc --orphans --index {folder}"
     )
-    try:
-        if not frozen:
-            connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    try:
+    with translated(folder / DATABASE, reingest(folder)):
         yield
-    except sqlite3.ProgrammingError:
-        raise  # used after close: a bug in the caller
-    except sqlite3.IntegrityError as error:
-        raise RagblendError(f"{folder}: two chunks share one id ({error}); nothing was written, report it") from error
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise RagblendError(f"another process is writing {folder}; wait for it to end and try again") from error
-        if code == sqlite3.SQLITE_FULL:
-            raise StoreFullError(f"no room for {folder}; free disk space and run the command again") from error
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-            raise RagblendError(f"cannot open or write {folder} ({error}); check its permissions") from error
-        raise CorruptError(f"{folder / DATABASE} is damaged ({error}). {reingest(folder)}") from error

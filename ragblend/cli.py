@@ -187,12 +187,12 @@ def remove(
     json_: JsonOption = False,
 ) -> None:
     """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
-    the next `ingest` of its folder."""
+    the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""
     settings = settings_from(locals())
     from ragblend.precompute import find_documents, remove_documents
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
-        sources = find_documents(document, opened)
+        sources = find_documents(document, opened, gone=True)
         num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
     text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"
@@ -480,6 +480,13 @@ def main() -> None:
         # The reader of our output went away (`| head`): nothing left to say, and nothing may be said on closing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        from ragblend.engine.directory import FULL, refusal
+
+        if error.errno not in FULL:
+            raise
+        err.print(f"error: {refusal(error, Path(error.filename or '.'))}", markup=False, style="red", soft_wrap=True)
+        sys.exit(RagblendError.exit_code)
 
 
 if __name__ == "__main__":

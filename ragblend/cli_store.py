@@ -29,11 +29,12 @@ from ragblend.cli_support import (
     settings_from,
 )
 
-EXIT_CORRUPT, EXIT_UNREACHABLE = 4, 5
+EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 
 def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
-    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived."""
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
+    full."""
     settings = settings_from(locals())
     from ragblend.engine.remote import open_remote
     from ragblend.engine.store import format_bytes
@@ -50,7 +51,7 @@ def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOpti
     )
     print_result(report._asdict(), text, json_)
     if report.num_dropped:
-        raise typer.Exit(EXIT_UNREACHABLE)
+        raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
 def pin(
@@ -158,7 +159,7 @@ def verify(
     dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged and not repaired."""
+    """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
     settings = settings_from(locals())
     from ragblend.maintenance import verify_store
 
@@ -172,21 +173,26 @@ def verify(
         if repair:
             repair_remote(tier, settings.store, report.damaged_remote)
         tier.close()
-    if repair and (report.damaged or report.index_problems):
+    if repair and report.is_bad:
         from ragblend.maintenance import repair_store
 
         with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
-    lines += [f"  {key}: {reason}" for key, reason in report.damaged.items()]
-    lines += [f"  {key}: {reason}" for key, reason in report.damaged_remote.items()]
+    if report.missing:
+        lines[0] += f", {len(report.missing)} missing"
+    found = (report.damaged, report.missing, report.damaged_remote)
+    lines += [f"  {key}: {reason}" for entries in found for key, reason in entries.items()]
+    lines += [f"  {settings.store}/{place}: {reason}" for place, reason in report.damaged_files.items()]
     lines += [f"  index: {problem}" for problem in report.index_problems]
+    if report.num_without_kv:
+        lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
     if repair:
-        lines.append(f"{report.num_repaired} recomputed")
+        lines += [f"{report.num_repaired} recomputed", *report.dropped, *report.unrepaired]
     elif report.is_bad:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)
-    if report.is_bad and not repair:
+    if report.unrepaired or (report.is_bad and not repair):
         raise typer.Exit(EXIT_CORRUPT)
 
 

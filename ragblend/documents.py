@@ -21,13 +21,14 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.errors import EmptyCorpusError, NotADocumentError, UnreadableDocumentError
-from ragblend.folders import ReadFailure, Walk, printable, shown, walk
+from ragblend.folders import ReadFailure, Walk, printable, shown, source_of, walk
 from ragblend.pages import read_page
 
 logger = logging.getLogger(__name__)
@@ -232,11 +233,11 @@ def _documents_of(path: str, found: Found, contents: FileContents) -> Iterator[D
         text = _sound(record.text)
         if text.strip():
             num_documents += 1
-            yield Document(text, path + record.key, record.metadata)
+            yield Document(text, source_of(path, record.key), record.metadata)
     if bad:
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
         contents.failure = f"{len(bad)} of {num_found} records could not be read and are left out: {reasons}"
-        contents.unread = tuple(path + record.key for record in bad)
+        contents.unread = tuple(source_of(path, record.key) for record in bad)
         if not num_records:
             raise UnreadableDocumentError(f"none of its {num_found} records can be read: {reasons}")
     elif not num_documents:
@@ -417,7 +418,7 @@ def _read_csv(data: bytes) -> Found:
 
 def _read_json(data: bytes) -> Found:
     try:
-        value = json.loads(_decode(data))
+        value = _parse_json(_decode(data))
     except (ValueError, RecursionError) as error:
         raise UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt") from error
     if isinstance(value, list):
@@ -428,6 +429,28 @@ def _read_json(data: bytes) -> Found:
         yield from _record(value, "", "#")
     except NotADocumentError as error:  # a configuration, most often
         raise NotADocumentError(f"its value {error}") from error
+
+
+def _parse_json(text: str) -> Any:
+    """A JSON value; a whole number may have more digits than Python's own integers are read with (4,300)."""
+
+    def number(digits: str) -> int | Decimal:
+        try:
+            return int(digits)
+        except ValueError:
+            return Decimal(digits)
+
+    return json.loads(text, parse_int=number)
+
+
+def _as_number(digits: str) -> tuple[int, str]:
+    """What decimal digits of any script, however many, are sorted by.
+
+    >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
+    ['9', '009', '10']
+    """
+    plain = "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0")
+    return len(plain), plain
 
 
 def _read_jsonl(data: bytes) -> Found:
@@ -479,7 +502,7 @@ def _jsonl(lines: Iterable[str]) -> Found:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = _parse_json(line)
         except (ValueError, RecursionError) as error:
             reason = f"line {line_number} is not JSON ({error}); put one value on each line"
             yield BadRecord(f"#{number}", reason)
@@ -518,7 +541,7 @@ def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
             return
         numbered = [name for name in value if name.isdecimal() and isinstance(value[name], str)]
         if numbered:
-            for name in sorted(numbered, key=int):
+            for name in sorted(numbered, key=_as_number):
                 yield Record(f"{key}{joint}{name}", value[name], {})
             return
     raise NotADocumentError(

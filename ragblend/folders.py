@@ -164,7 +164,8 @@ def named(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
         return [name]
     meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # a link may name the file itself
     for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _composed)):
-        found = [source for source, file in known if wanted in (spelled(source), spelled(file))]
+        found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
+        found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
         found = found or [source for source, _ in known if is_below(spelled(source), wanted)]
         if found:
             return found
@@ -179,9 +180,18 @@ def source_name(name: str) -> str:
     return name if _URI.match(name) else normal_path(name)
 
 
+def source_of(path: str, record: str = "") -> str:
+    """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
+
+    >>> source_of("/a.json", "#0"), source_of("/a.json"), source_of("/a.json#0")
+    ('/a.json#0', '/a.json', '/a.json#0#')
+    """
+    return path + (record or "#" * (path.endswith("#") or _RECORD.search(path) is not None))
+
+
 def file_of(source: str) -> str:
-    """The file of a source: without `#record`."""
-    return _RECORD.sub("", source)
+    """The file of a source, see `source_of`."""
+    return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
 
 
 def is_below(path: str, folder: str) -> bool:

@@ -25,7 +25,7 @@ from ragblend.documents import (
     open_source,
     reader_version,
 )
-from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UnreadableDocumentError, UsageError
+from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.folders import ReadFailure, Walk, is_in
 from ragblend.index import ChunkIndex
 from ragblend.segments import Chunk
@@ -141,9 +141,6 @@ class _Run:
         had, sources = self._known.get(path, {}), []
         for document in contents.documents:
             source = document.source
-            other = self._made_by.get(source, path)
-            if other != path:  # `a.jsonl#1` may be the name of a file too
-                raise UnreadableDocumentError(f"has a document of the same name as {other}; rename one of the files")
             sources.append(source)
             self._made_by[source] = path
             wanted = f"{document.content_hash}:{self.cut.version}"

@@ -7,14 +7,12 @@ Knows vectors and chunks, nothing about prompts, KV or models. Read `search` fir
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +23,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
-from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, FileNote, Leftovers, Row, text_hash
+from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, Doomed, FileNote, Leftovers, Row, text_hash
 from ragblend.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
-from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.engine.directory import Directory
+from ragblend.engine.sealed import seal, unseal
+from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files import read_file
 from ragblend.segments import Chunk
 
@@ -121,6 +121,7 @@ class ChunkIndex:
         self._embedder_lock = threading.RLock()  # an embedder is not promised to be thread-safe
         self._embedder = None if isinstance(embedder, str) else embedder
         self._changed = is_new
+        self._is_behind = False  # the search files lack changes of somebody who was killed before saving them
         self._vectors: Any = None  # faiss.IndexIDMap2, as of database generation `_generation`
         self._generation = -1
         self._vectors_sha256 = ""
@@ -180,6 +181,16 @@ class ChunkIndex:
         with self._db.reading():
             return self._db.leftovers()
 
+    def doomed(self) -> list[Doomed]:
+        """The entries of stores that `doom` noted and `pardon` has not taken off, in the order they were noted in."""
+        with self._db.reading():
+            return self._db.doomed()
+
+    def is_doomed(self, entry: Doomed) -> bool:
+        """Whether an entry is still noted, and nothing here has its text again, or behind the other."""
+        with self._db.reading():
+            return self._db.is_doomed(entry)
+
     def document_hash(self, source: str) -> str | None:
         """The content hash a document was added with; None when it is not here. The same hash: nothing to do."""
         with self._db.reading():
@@ -198,6 +209,11 @@ class ChunkIndex:
             with self._db.reading():
                 rows = self._db.rows_of(name)
             yield from (row.chunk() for row in rows)
+
+    def texts_since(self, generation: int) -> list[str]:
+        """The texts of chunks that were added after the manifest had that generation."""
+        with self._db.reading():
+            return [row.text for row in self._db.rows("id", self._db.ids(newer_than=generation).tolist())]
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(chunk id, text) of every chunk, for finding chunks verbatim in a prompt."""
@@ -268,24 +284,41 @@ class ChunkIndex:
         self._db.set_facts(chunk_size=chunk_size, splitter=splitter)
         self._changed = True
 
-    def drop_leftovers(self, leftovers: Leftovers) -> None:
-        """Note that nothing is left of these."""
-        self._db.drop_leftovers(leftovers.last_id)
+    def doom(self, entries: Iterable[Doomed], leftovers: Leftovers) -> None:
+        """Note which entries are to go, in place of `leftovers`: from then on nothing here tells the texts."""
+        self._db.doom(entries, leftovers.last_id)
+
+    def pardon(self, entries: Iterable[Doomed]) -> None:
+        """Take entries off the list: they are gone, or wanted again."""
+        self._db.pardon(entries)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nobody adds or removes documents meanwhile, from any process. For moments: others wait."""
+        with self._db.writing():
+            yield
+
+    def truncate_log(self) -> None:
+        """Let what was removed leave the database's log, where it stands until others have stopped reading."""
+        self._db.truncate_log()
 
     @property
     def is_saved(self) -> bool:
-        """Whether the search files have all that was changed here."""
-        return not self._changed
+        """Whether the search files have all that was changed, here or by a process that was killed before it saved."""
+        return not self._changed and not self._is_behind
 
     def save(self) -> None:
         """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds."""
-        with self._db.writing():  # other processes that save wait here: the temporary names are theirs too
+        with self._db.writing():  # other processes that save wait here
             self._catch_up()
             data = faiss.serialize_index(self._vectors).tobytes()
             self._vectors_sha256 = hashlib.sha256(data).hexdigest()
-            _write_whole(self.path / VECTORS, data)
-            _write_whole(self.path / MANIFEST, (json.dumps(asdict(self._manifest()), indent=2) + "\n").encode())
-        self._changed = False
+            manifest = seal(asdict(self._manifest()), MANIFEST)
+            folder = Directory(self.path, fsync=True, make_room="Make room and run the command again")
+            folder.clean()
+            folder.replace(self.path / VECTORS, len(data), lambda stream: stream.write(data))
+            folder.replace(self.path / MANIFEST, len(manifest), lambda stream: stream.write(manifest))
+        self._changed = self._is_behind = False
 
     def rebuild(self) -> None:
         """Make the search structure anew from the database, and save it. Embeds nothing."""
@@ -300,8 +333,17 @@ class ChunkIndex:
                 problems = list(self._db.problems())
         except CorruptError as error:
             problems = [str(error)]
-        damage = self._read_vectors().damage
-        return [*problems, damage] if damage else problems
+        stored = self._read_vectors()
+        if stored.damage:
+            return [*problems, stored.damage]
+        with self._db.reading():
+            lost = stored.generation - self._db.generation()
+        if lost > 0:
+            problems.append(
+                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
+                "or an older copy was put back. Ingest the documents again"
+            )
+        return problems
 
     def close(self) -> None:
         """Close the database, saving nothing; the next open brings the search structure up to date."""
@@ -347,7 +389,7 @@ class ChunkIndex:
                 return []
             score_of = self._nearest(vector, k)
             found = self._db.rows("id", list(score_of))
-            found.sort(key=lambda row: (-score_of[row.id], row.source, row.ordinal))
+            found.sort(key=lambda row: (-score_of[row.id], row.id))  # as `_nearest` takes them: 3 begin with the best 1
             placed = self._with_neighbours(found, score_of, neighbours)
         if order == "document":
             turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row in found))}
@@ -425,16 +467,17 @@ class ChunkIndex:
             self._vectors, self._generation = stored.vectors, stored.generation
         with self._db.reading():
             self._catch_up(force=True)
+        self._is_behind = self._generation != stored.generation
         if stored.damage:
             logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
             try:
                 self.save()
-            except (RagblendError, OSError) as error:  # a reader without write permission has its answer all the same
+            except RagblendError as error:  # a reader without write permission has its answer all the same
                 logger.warning("the rebuilt search structure of %s could not be saved: %s", self.path, error)
 
     def _read_vectors(self) -> _Stored:
         try:
-            manifest = json.loads(read_file(self.path / MANIFEST))
+            manifest = unseal(read_file(self.path / MANIFEST), MANIFEST)
             sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
             data = read_file(self.path / VECTORS, limit=_VECTORS_BYTES)
         except FileNotFoundError as error:
@@ -513,23 +556,3 @@ class ChunkIndex:
                 "which reads all of a long chunk and not only its beginning; make another index: ragblend ingest DOCS "
                 "--index NEW_PATH. Stored KV is found again, not recomputed"
             )
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file so that after a crash it is the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)  # noqa: PTH105, the name every account of atomic writes uses
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # only now is the rename itself on disk
-        finally:
-            os.close(folder)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise StoreFullError(f"no room for {path}; free disk space and run the command again") from error
-        raise

@@ -9,13 +9,14 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.config import Settings
-from ragblend.engine.disk import DiskStore
+from ragblend.engine.disk import DiskStore, StoreEntry
 from ragblend.engine.protocols import Engine
 from ragblend.engine.remote import RemoteStore
 from ragblend.engine.store import format_bytes
@@ -29,48 +30,65 @@ from ragblend.errors import (
 )
 from ragblend.forgetting import keys_without
 from ragblend.index import ChunkIndex, open_index
-from ragblend.precompute import Progress, disk_store, precompute_chunks
-from ragblend.registry import registry_of
-from ragblend.segments import Segmenter
+from ragblend.precompute import Progress, disk_store, pin_document, precompute_chunks, with_neighbours
+from ragblend.registry import REGISTRY_FILE, drop_registry, registry_of
+from ragblend.segments import Chunk, Segmenter
+
+_BATCH = 64  # entries deleted while nobody may add documents
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` found. `orphans` is None where no index says which chunks are in use."""
+    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use.
+
+    `damaged`: entries; `missing`: entries that were stored and are gone, by key, though none had to leave for a budget;
+    `damaged_files`: other files of the store, by their place in it. Each with the reason.
+    """
 
     checked: int = 0
-    damaged: dict[str, str] = field(default_factory=dict)  # key -> reason
-    damaged_remote: dict[str, str] = field(default_factory=dict)  # the same of a remote tier, where there is one
-    orphans: int | None = None
+    damaged: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    damaged_files: dict[str, str] = field(default_factory=dict)
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of a remote tier, where there is one
     index_problems: list[str] = field(default_factory=list)
+    orphans: int | None = None
+    num_without_kv: int | None = None  # indexed chunks; no damage: not every store has to hold all of them
     num_repaired: int = 0
+    dropped: list[str] = field(default_factory=list)  # what `repair_store` could only remove, and how to have it again
+    unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
 
     @property
     def is_bad(self) -> bool:
-        """Whether anything is damaged."""
-        return bool(self.damaged or self.damaged_remote or self.index_problems)
+        """Whether anything is damaged, or missing."""
+        found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
+        return any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """`damaged` as a count, `damaged_keys` with the reasons."""
+        """`damaged` and `missing` as counts, `damaged_keys` and `missing_keys` with the reasons."""
         facts = asdict(self)
-        remote = {"damaged_remote": len(self.damaged_remote), "damaged_remote_keys": self.damaged_remote}
-        return {**facts, "damaged": len(self.damaged), "damaged_keys": self.damaged, **remote}
+        for name in ("damaged", "missing", "damaged_remote"):
+            facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
+        return facts
 
 
 def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
-    """Read every stored byte and check the index. Damaged entries are moved aside, so they are never used."""
+    """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used."""
     disk = DiskStore(store, create=False)
     report = VerifyReport()
     for result in disk.verify():
         report.checked += 1
         if not result.ok:
             report.damaged[result.key] = result.reason
+    report.damaged_files = {result.key: result.reason for result in disk.verify_notes()}
+    _verify_registry(disk, report)
     try:
         with open_index(index) as opened:
             report.index_problems = list(opened.check())
             used = _ids_in_use(opened)
             if used is not None:
-                report.orphans = sum(1 for _ in _orphans(disk, used))
+                held: set[tuple[int, ...]] = set()
+                report.orphans = sum(1 for _ in _orphans(_noting(disk.entries(), held), used))
+                report.num_without_kv = len(used.ids - held)
     except NotFoundError:
         pass  # a store can be used without an index, by the framework adapters
     except CorruptError as error:
@@ -78,16 +96,98 @@ def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
     return report
 
 
+def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
+    """The registry of texts, and whether the entries are there that it says were stored."""
+    path = disk.root / REGISTRY_FILE
+    try:
+        if not path.exists():
+            if next(disk.keys(), None) is not None:
+                report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
+            return
+        with registry_of(disk) as registry:
+            problems, stored = registry.problems(), registry.stored()
+    except RagblendError as error:
+        report.damaged_files[REGISTRY_FILE] = str(error)
+        return
+    if problems:
+        report.damaged_files[REGISTRY_FILE] = "; ".join(problems)
+    if not disk.has_evicted:
+        models = disk.models()
+        for key, fingerprint in stored.items():
+            if key not in report.damaged and not disk.holds(key):
+                model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
+                report.missing[key] = f"stored for {model}, and gone"
+
+
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
-    """Drop what `report` found damaged and prefill the indexed chunks that miss their KV. Chunks recomputed."""
+    """Prefill the indexed chunks that miss their KV, mend what can be, and drop what cannot. Chunks recomputed.
+
+    Killed at any moment, what was not mended is found again by the next `verify`.
+    """
     disk = disk_store(engine)
-    if disk is not None:
-        for key in report.damaged:
-            disk.delete(key)
     if report.index_problems:
         index.rebuild()
-        index.save()
-    return precompute_chunks(list(index.chunks()), engine, progress).num_new_kv
+    if disk is not None and report.damaged_files:
+        _mend_files(report, disk, engine, index)
+    chunks, lost = list(index.chunks()), {*report.damaged, *report.missing}
+    indexed = {chunk.text.strip() for chunk in chunks}
+    with registry_of(engine.store) as registry:
+        others = [Chunk(text) for text in registry.texts() if text not in indexed]
+        behind = [chunk for chunk in with_neighbours(chunks) if chunk.behind is not None]
+        again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
+        repaired = precompute_chunks([*chunks, *again], engine, progress, note=lambda: registry.add(indexed))
+        stored = registry.stored()
+    for key in report.damaged if disk is not None else ():
+        assert disk is not None
+        disk.drop_damaged(key)  # last: killed before, it is still found
+    gone = [key for key in lost if key in stored and disk is not None and not disk.holds(key)]
+    if gone and disk is not None and not disk.has_evicted:
+        report.unrepaired.append(
+            f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
+            "and in this namespace. Repair with the --model, --system or --namespace that made them, add the documents "
+            "again, or forget them: ragblend gc"
+        )
+    return repaired.num_new_kv
+
+
+def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
+    """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
+    for source in index.sources():
+        if disk.place_of_pin(source) in report.damaged_files:
+            pin_document(source, engine, index)
+    still = {result.key for result in disk.verify_notes()}
+    for place, reason in report.damaged_files.items():
+        if place == REGISTRY_FILE:
+            try:
+                with registry_of(disk) as registry:
+                    registry.drop_damaged()
+            except CorruptError:
+                drop_registry(disk.root)
+            except RagblendError:
+                report.unrepaired.append(reason)
+                continue
+            _note_stored(disk)
+        elif place in still:
+            disk.drop_note(place)
+            report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place.partition('/')[0]]}")
+
+
+def _note_stored(disk: DiskStore) -> None:
+    """Have the registry know what is there, as it did."""
+    found: dict[str, list[str]] = {}
+    for header in disk.headers():
+        found.setdefault(header.fingerprint, []).append(header.key)
+    with registry_of(disk) as registry:
+        for fingerprint, keys in found.items():
+            registry.note_stored(keys, fingerprint)
+
+
+_WHAT_IT_WAS = {
+    "pins": "nothing says which document it kept; pin it again: ragblend pin DOC",
+    "models": "an engine of that model notes itself again",
+    "profiles": "make it again: ragblend calibrate",
+    "machines": "make it again: ragblend profile",
+}
 
 
 class Garbage(NamedTuple):
@@ -108,11 +208,15 @@ def collect_garbage(
     """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
 
     That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
-    their registered texts and the pins of their documents: whatever is not this index's.
+    their registered texts and the pins of their documents: whatever is not this index's. Documents may be ingested
+    meanwhile: what they bring stays.
     """
     disk = DiskStore(store, create=False)
     if index is None:
-        return Garbage(*disk.gc(max_bytes, None, dry_run))
+        result = disk.gc(max_bytes, None, dry_run)
+        if not dry_run:
+            _forget_missing(disk)
+        return Garbage(*result)
     with open_index(index) as opened, registry_of(disk) as registry:
         used = _ids_in_use(opened)
         if used is None:
@@ -120,24 +224,74 @@ def collect_garbage(
                 f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
                 "run gc without --orphans, or make the model available"
             )
-        unwanted = set(_orphans(disk, used))
-        result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
         kept = {text.strip() for _, text in opened.texts()}
-        texts = tuple(text for text in registry.texts() if text not in kept)
-        # A pin that somebody made by hand, of chunks that are wanted, stays.
-        named, wanted = set(opened.sources()), set(disk.keys()) - unwanted
-        pins = tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
-        if not dry_run:
+        if dry_run:
+            unwanted = set(_orphans(disk.entries(), used))
+            result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
+            texts = tuple(text for text in registry.texts() if text not in kept)
+            return Garbage(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
+        orphans, freed_bytes = _drop_orphans(disk, opened, used)
+        with opened.holding():
+            kept.update(text.strip() for text in opened.texts_since(used.generation))
+            texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
+            pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
+        registry.truncate_log()
+        result = disk.gc(max_bytes)
+        _forget_missing(disk)
+        result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
     return Garbage(*result, texts, pins)
 
 
-def _orphans(disk: DiskStore, used: _InUse) -> Iterator[str]:
+def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
+    """Delete what no chunk in use needs, in such an order that, killed in between, the rest is still known for it."""
+    dropped, freed_bytes = list[str](), 0
+    pending = list(_orphans(disk.entries(), used))
+    while pending:
+        with index.holding():  # what is indexed from here on finds its KV, or prefills it
+            if fresh := index.texts_since(used.generation):
+                used = used.with_texts(fresh, index.manifest.generation)
+                pending = list(_orphans(_entries_of(disk, pending), used))
+            batch, pending = pending[:_BATCH], pending[_BATCH:]
+            freed_bytes += disk.drop(batch)
+        dropped += batch
+    return dropped, freed_bytes
+
+
+def _forget_missing(disk: DiskStore) -> None:
+    """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
+    if (disk.root / REGISTRY_FILE).exists():
+        with registry_of(disk) as registry:
+            if gone := [key for key in registry.stored() if not disk.holds(key)]:
+                registry.forget_stored(gone)
+
+
+def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
+    """Documents that are pinned and not indexed. A pin that somebody made by hand, of chunks that are wanted, stays."""
+    named = set(index.sources())
+    return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
+
+
+def _orphans(entries: Iterable[StoreEntry], used: _InUse) -> Iterator[str]:
     """Keys of chunks' KV that no chunk in use needs."""
-    entries = (entry for entry in disk.entries() if entry.header.prefix_ids)
-    return keys_without(entries, lambda ids: ids not in used.ids, used.joint)
+    behind_prefix = (entry for entry in entries if entry.header.prefix_ids)
+    found = keys_without(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    return (key for key, _ in found)
+
+
+def _entries_of(disk: DiskStore, keys: Iterable[str]) -> Iterator[StoreEntry]:
+    for key in keys:
+        if (header := disk.header(key)) is not None:
+            yield StoreEntry(key, 0, 0.0, header)
+
+
+def _noting(entries: Iterable[StoreEntry], held: set[tuple[int, ...]]) -> Iterator[StoreEntry]:
+    """The entries, their token ids put into `held` as they pass."""
+    for entry in entries:
+        held.add(entry.header.token_ids)
+        yield entry
 
 
 class PushReport(NamedTuple):
@@ -149,6 +303,7 @@ class PushReport(NamedTuple):
     num_dropped: int
     sent_bytes: int
     problem: str = ""  # why the last of those did not arrive
+    is_full: bool = False  # the remote tier has no room
 
 
 def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
@@ -161,10 +316,12 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
     disk = DiskStore(store, create=False)
+    disk.clean()
+    remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
     tell = progress or (lambda stage, done, total: None)
     num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
-    problem = ""
+    problem, is_full = "", False
     for done, key in enumerate(keys, start=1):
         if key in known:
             num_known += 1
@@ -181,16 +338,22 @@ def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None
             except DamagedEntryError:
                 num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
-                num_dropped, problem = num_dropped + 1, str(error)
+                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
         tell("push", done, len(keys))
-    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem)
+    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
 
 
 class _InUse(NamedTuple):
-    """Id sequences of every indexed chunk, and what stands between two chunks of a prompt."""
+    """Id sequences of the chunks indexed at `generation`, and what stands between two chunks of a prompt."""
 
     ids: set[tuple[int, ...]]
     joint: tuple[int, ...]
+    generation: int
+    segmenter: Segmenter
+
+    def with_texts(self, texts: Iterable[str], generation: int) -> _InUse:
+        """These, and those of chunks that came since."""
+        return self._replace(ids=self.ids.union(map(self.segmenter.chunk_ids, texts)), generation=generation)
 
 
 def _ids_in_use(index: ChunkIndex) -> _InUse | None:
@@ -198,14 +361,16 @@ def _ids_in_use(index: ChunkIndex) -> _InUse | None:
     from ragblend.engine.transformers_model import load_tokenizer
     from ragblend.segments import prompt_format
 
+    made = index.manifest  # before its texts are read: what comes meanwhile comes after it
     try:
-        tokenizer, path = load_tokenizer(index.manifest.tokenizer)
+        tokenizer, path = load_tokenizer(made.tokenizer)
     except RagblendError:
         return None
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
-    if segmenter.fingerprint != index.manifest.tokenizer_fingerprint:
+    if segmenter.fingerprint != made.tokenizer_fingerprint:
         return None
-    return _InUse({segmenter.chunk_ids(text) for _, text in index.texts()}, segmenter.joint_ids)
+    ids = {segmenter.chunk_ids(text) for _, text in index.texts()}
+    return _InUse(ids, segmenter.joint_ids, made.generation, segmenter)
 
 
 class Check(NamedTuple):

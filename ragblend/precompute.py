@@ -29,11 +29,11 @@ from ragblend.errors import (
     StoreMismatchError,
     UsageError,
 )
-from ragblend.folders import named, shown, walk
+from ragblend.folders import file_of, named, shown, walk
 from ragblend.following import Cut, follow, moved_from
 from ragblend.following import Progress as Progress
 from ragblend.forgetting import disk_store as disk_store
-from ragblend.forgetting import forget_texts, registry_for, store_folders, sweep
+from ragblend.forgetting import forget_texts, registry_for, store_folders, sweep, unfinished
 from ragblend.index import ChunkIndex, open_index
 from ragblend.registry import ChunkRegistry, registry_of
 from ragblend.rewriting import count_others, prefill_again, round_known
@@ -165,7 +165,7 @@ def precompute_chunks(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    note: Callable[[], None] | None = None,
+    note: Callable[[], object] | None = None,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
 
@@ -178,7 +178,15 @@ def precompute_chunks(
     tell = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
     distinct = {(chunk.text, chunk.behind): chunk for chunk in chunks}
-    missing = [chunk for chunk in distinct.values() if not engine.is_stored(chunk)]
+    # Texts are noted first. A text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
+    # never be found. And who deletes KV of texts that are gone looks there last: what is stored stays from here on.
+    if note is not None:
+        note()
+    else:
+        with closing(open_registry(engine)) as registry:
+            registry.add(text for text, _ in distinct)
+    keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
+    missing = [chunk for chunk, key in keys.items() if not engine.store.contains(key)]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_store(engine), set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
@@ -201,18 +209,14 @@ def precompute_chunks(
             num_chunks = len(missing) + len(renewed)
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing) + len(renewed))
-    # Texts are noted first: a text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
-    # never be found.
-    if note is not None:
-        note()
-    else:
-        with closing(open_registry(engine)) as registry:
-            registry.add(text for text, _ in distinct)
     stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
     for done, nbytes in enumerate(stored, start=1):
         report.new_kv_bytes += nbytes
         report.num_new_kv += done <= len(missing)
         tell("prefill", done, len(missing) + len(renewed))
+    if disk is not None:
+        with closing(open_registry(engine)) as registry:
+            registry.note_stored(filter(disk.holds, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     return report
 
@@ -257,8 +261,13 @@ def precompute_documents(
             registry.add(texts, name)
 
     report = precompute_chunks(chunks, engine, progress, note=note)
-    gone = [text for name, texts in texts_of.items() if name for text in registry.replace(name, texts)]
+    gone = [text for name, texts in texts_of.items() if name for text in registry.leaving(name, texts)]
     report.num_removed_kv, problem = forget_texts(gone, engine)
+    for name, texts in texts_of.items():  # last: killed before, the names still tell what is to go
+        if name:
+            registry.replace(name, texts)
+    if gone:
+        registry.truncate_log()
     if problem:
         logger.warning("what is gone stays in the remote tier until it is evicted there: %s", problem)
     return report
@@ -285,15 +294,20 @@ def as_chunk(document: Any) -> Chunk:
     )
 
 
-def find_documents(name: str, index: ChunkIndex) -> list[str]:
+def find_documents(name: str, index: ChunkIndex, *, gone: bool = False) -> list[str]:
     """Sources of the documents that a person means: a file, a folder, a record; see `folders.named`.
 
-    Raises NotFoundError when there is none.
+    gone: those, too, whose removal has begun and was not finished. Raises NotFoundError when there is none.
     """
-    found = named(name, ((source, file) for file, sources in index.documents().items() for source in sources))
+    known = [(source, file) for file, sources in index.documents().items() for source in sources]
+    found = named(name, known)
+    if gone:
+        found += named(name, [(source, file_of(source)) for source in sorted(unfinished(index))])
     if not found:
+        if gone and not index.is_saved:  # a removal was killed as all but this was done
+            index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; ragblend stats lists them")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
@@ -304,15 +318,20 @@ def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
     """Forget documents: chunks, pins, and KV and registered texts that no other document has. Chunks and KV removed.
 
-    A document whose file is still there comes back when that, or its folder, is ingested again. Raises
-    BackendUnreachableError when a remote tier could not be told; the next removal or ingestion tells it.
+    Killed at any moment, the same call does the rest. A document whose file is still there comes back when that, or its
+    folder, is ingested again. Raises BackendUnreachableError when a remote tier could not be told, with nothing left on
+    this machine; the next removal or ingestion tells it. Raises NotFoundError for a document that is not there.
     """
-    num_chunks = sum(len(index.remove_document(source)) for source in sources)
-    index.save()
-    num_removed, problem = sweep(index, engine)
+    known, begun = set(index.sources()), unfinished(index)
+    given = [source for source in sources if source in known or source not in begun]
+    num_chunks = sum(len(index.remove_document(source)) for source in given)
+    num_removed, problem = sweep(index, engine)  # before saving, which a full disk may refuse
+    if not index.is_saved:
+        index.save()
     if problem:
         raise BackendUnreachableError(
-            f"removed here, not in the remote tier ({problem}); the next `ragblend ingest` or `remove` drops it there"
+            f"removed here, not in the remote tier ({problem}); the same command, or the next `ragblend ingest` or "
+            "`remove` with that tier, drops it there"
         )
     return num_chunks, num_removed
 

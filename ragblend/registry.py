@@ -1,27 +1,32 @@
 """Texts of ingested chunks, kept beside their KV, so that they are found again in a plain prompt (see `recovery`).
 
 Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
-that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. Knows strings and one
-SQLite file. Knows nothing about tokens, KV, engines or frameworks.
+that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. The file also lists
+the entries that ingestion has stored beside it, so that one that went missing is missed. Knows strings and one SQLite
+file. Knows nothing about tokens, KV, engines or frameworks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sqlite3
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreMismatchError
-from ragblend.files import check_file
+from ragblend.engine.directory import refusal, remove_file
+from ragblend.errors import StoreMismatchError
+from ragblend.sqlitefile import connect, row_checksum, translated, truncate_log
+
+logger = logging.getLogger(__name__)
 
 REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
@@ -29,8 +34,23 @@ REGISTRY_FILE = "texts.sqlite"
 ANCHOR_CHARS = 24
 """Texts are looked up by their first characters."""
 
-_TABLE, _HOLDERS = "registered_texts", "text_holders"
-_LOCK_TIMEOUT_S = 30.0
+_TABLE, _HOLDERS, _STORED = "registered_texts", "text_holders", "stored_kv"
+_VERSION = 2
+_SCHEMA = (
+    f"CREATE TABLE IF NOT EXISTS {_TABLE} "
+    "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)",
+    f"CREATE TABLE IF NOT EXISTS {_HOLDERS} "
+    "(document TEXT NOT NULL, key BLOB NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (document, key)) WITHOUT ROWID",
+    f"CREATE INDEX IF NOT EXISTS holders_by_text ON {_HOLDERS} (key)",
+    f"CREATE TABLE IF NOT EXISTS {_STORED} "
+    "(key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
+    f"PRAGMA user_version = {_VERSION}",
+)
+_DAMAGED_ROWS = {
+    "texts": f"FROM {_TABLE} WHERE key IS NOT text_key(text)",  # their key is their checksum
+    "holders of texts": f"FROM {_HOLDERS} WHERE checksum IS NOT row_checksum(document, key)",
+    "stored entries": f"FROM {_STORED} WHERE checksum IS NOT row_checksum(key, fingerprint)",
+}
 
 
 class TextIndex:
@@ -179,7 +199,9 @@ class ChunkRegistry:
         self._lock = threading.RLock()
         self._forget_memory()
         self._held: dict[str, set[str]] = {}  # texts by document, where no file keeps them
+        self._stored: dict[str, str] = {}  # the same of `stored`
         self._connection: sqlite3.Connection | None = None
+        _OPEN.add(self)
         if self.path is not None:
             with self._current():  # fail here rather than at the first prompt
                 pass
@@ -225,6 +247,13 @@ class ChunkRegistry:
             self._hold(connection, document, known)
         return len(new)
 
+    def leaving(self, document: str, texts: Iterable[str]) -> list[str]:
+        """What `replace` would return: the texts of a document that would be nobody's."""
+        stay = set(map(_normal, texts))
+        with self._current() as connection:
+            left = self._texts_of(connection, document) - stay
+            return sorted(text for text in left if not self._is_held(connection, text, but=document))
+
     def replace(self, document: str, texts: Iterable[str]) -> list[str]:
         """Know these texts for a document, in place of those it had; none: it is gone. What `release` returns."""
         has_now = {text for text in map(_normal, texts) if text}
@@ -250,11 +279,12 @@ class ChunkRegistry:
     def remove(self, texts: Iterable[str]) -> int:
         """Forget these texts, whoever has them. How many were known."""
         with self._current() as connection:
-            gone = [text for text in dict.fromkeys(map(_normal, texts)) if text in self._texts]
-            if connection is not None and gone:
+            doomed = list(dict.fromkeys(map(_normal, texts)))
+            gone = [text for text in doomed if text in self._texts]
+            if connection is not None and doomed:  # by their keys: a row of which a bit changed goes as well
                 connection.execute("BEGIN IMMEDIATE")
                 for table in (_TABLE, _HOLDERS):
-                    connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in gone))
+                    connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in doomed))
                 connection.execute("COMMIT")
             for text in gone:
                 del self._texts[text]
@@ -267,6 +297,79 @@ class ChunkRegistry:
         """The texts that a document has."""
         with self._current() as connection:
             return self._texts_of(connection, document)
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[bytes], bool]]:
+        """Nobody adds a text meanwhile, from any process; yields whether one of this key is here. For moments."""
+        with self._current() as connection:
+            if connection is None:
+                yield {_key(text) for text in self._texts}.__contains__
+                return
+            query = f"SELECT 1 FROM {_TABLE} WHERE key = ?"
+            connection.execute("BEGIN IMMEDIATE")
+            yield lambda key: connection.execute(query, (key,)).fetchone() is not None
+            connection.execute("COMMIT")
+
+    # --- what is stored beside it ---
+
+    def note_stored(self, keys: Iterable[str], fingerprint: str) -> None:
+        """Note entries that were stored, by the model of this fingerprint."""
+        with self._current() as connection:
+            if connection is None:
+                self._stored.update(dict.fromkeys(keys, fingerprint))
+                return
+            known = {key for (key,) in connection.execute(f"SELECT key FROM {_STORED}")}
+            new = [(key, fingerprint) for key in dict.fromkeys(keys) if key not in known]
+            if new:
+                rows = ((*row, row_checksum(*row)) for row in new)
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany(f"INSERT OR REPLACE INTO {_STORED} VALUES (?, ?, ?)", rows)
+                connection.execute("COMMIT")
+
+    def forget_stored(self, keys: Iterable[str]) -> None:
+        """Note that entries are to go, or gone: nobody misses them."""
+        with self._current() as connection:
+            if connection is None:
+                for key in keys:
+                    self._stored.pop(key, None)
+                return
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(f"DELETE FROM {_STORED} WHERE key = ?", ((key,) for key in keys))
+            connection.execute("COMMIT")
+
+    def stored(self) -> dict[str, str]:
+        """Keys of entries that were stored and not deleted since, with their model's fingerprint."""
+        with self._current() as connection:
+            if connection is None:
+                return dict(self._stored)
+            return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} ORDER BY key").fetchall())
+
+    # --- its bytes ---
+
+    def problems(self) -> list[str]:
+        """Whatever is wrong with the file, a sentence each. Raises CorruptError when it cannot be read at all."""
+        with self._current() as connection:
+            if connection is None:
+                return []
+            found = [f"{self.path}: {line}" for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
+            for what, rows in _DAMAGED_ROWS.items():
+                if count := connection.execute(f"SELECT count(*) {rows}").fetchone()[0]:
+                    found.append(f"{self.path}: {count} {what} are not what was written")
+            return found
+
+    def drop_damaged(self) -> None:
+        """Forget the rows that are not what was written; whoever they were of adds them again."""
+        with self._current() as connection:
+            for rows in _DAMAGED_ROWS.values() if connection is not None else ():
+                assert connection is not None
+                connection.execute(f"DELETE {rows}")
+        self.close()
+
+    def truncate_log(self) -> None:
+        """Let what was removed leave the file's log, where it stands until others have stopped reading."""
+        with self._current() as connection:
+            if connection is not None:
+                truncate_log(connection)
 
     def close(self) -> None:
         """Free the file. Nothing is lost, and using the registry again opens it again."""
@@ -285,6 +388,14 @@ class ChunkRegistry:
         self.close()
 
     # --- inside ---
+
+    def _forked(self) -> None:
+        """In a forked process: whoever held the lock is not here, and SQLite wants a connection for each process."""
+        self._lock = threading.RLock()
+        if self._connection is not None:
+            _PARENTS.append(self._connection)  # closed here, it would let go of the parent's locks
+            self._connection = None
+            self._forget_memory()
 
     def _forget_memory(self) -> None:
         self._texts: dict[str, None] = {}
@@ -307,7 +418,8 @@ class ChunkRegistry:
         missing = [(document, key) for key in map(_key, texts) if key not in held]
         if missing:  # so that adding what is known writes nothing
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(f"INSERT OR IGNORE INTO {_HOLDERS} VALUES (?, ?)", missing)
+            rows = ((*row, row_checksum(*row)) for row in missing)
+            connection.executemany(f"INSERT OR IGNORE INTO {_HOLDERS} VALUES (?, ?, ?)", rows)
             connection.execute("COMMIT")
 
     def _texts_of(self, connection: sqlite3.Connection | None, document: str) -> set[str]:
@@ -316,11 +428,12 @@ class ChunkRegistry:
         query = f"SELECT t.text FROM {_TABLE} t JOIN {_HOLDERS} h ON h.key = t.key WHERE h.document = ?"
         return {text for (text,) in connection.execute(query, (document,))}
 
-    def _is_held(self, connection: sqlite3.Connection | None, text: str) -> bool:
+    def _is_held(self, connection: sqlite3.Connection | None, text: str, but: str | None = None) -> bool:
+        """Whether a document has the text, other than the one named in `but`."""
         if connection is None:
-            return any(text in texts for texts in self._held.values())
-        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? LIMIT 1"
-        return connection.execute(query, (_key(text),)).fetchone() is not None
+            return any(text in texts for document, texts in self._held.items() if document != but)
+        query = f"SELECT 1 FROM {_HOLDERS} WHERE key = ? AND document IS NOT ? LIMIT 1"
+        return connection.execute(query, (_key(text), but)).fetchone() is not None
 
     @contextmanager
     def _current(self) -> Iterator[sqlite3.Connection | None]:
@@ -347,15 +460,18 @@ class ChunkRegistry:
     def _load(self, connection: sqlite3.Connection) -> None:
         """Read what is new; everything, when another process removed something."""
         connection.execute("BEGIN")  # one state of the file for both reads
-        newer = f"SELECT id, text FROM {_TABLE} WHERE id > ? ORDER BY id"
+        newer = f"SELECT id, text, key IS text_key(text) FROM {_TABLE} WHERE id > ? ORDER BY id"
         rows = connection.execute(newer, (self._last_id,)).fetchall()
         count = int(connection.execute(f"SELECT count(*) FROM {_TABLE}").fetchone()[0])
         connection.execute("COMMIT")
         if count != len(self._texts) + len(rows):
             self._texts, self._index = {}, TextIndex()
             rows = connection.execute(newer, (-1,)).fetchall()
-        self._remember(text for _, text in rows)
-        self._last_id = max([self._last_id, *(row_id for row_id, _ in rows)])
+        if damaged := sum(not is_sound for _, _, is_sound in rows):
+            logger.warning("%d texts in %s are not what was written and match nothing; mend it: ragblend verify "
+                           "--repair", damaged, self.path)  # fmt: skip
+        self._remember(text for _, text, _ in rows)
+        self._last_id = max([self._last_id, *(row_id for row_id, _, _ in rows)])
 
 
 def _normal(text: str) -> str:
@@ -372,44 +488,35 @@ def _key(text: str) -> bytes:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """A connection in autocommit mode to a file that holds the table, made if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A connection in autocommit mode to a file that holds the tables, made if there is none."""
     try:
-        check_file(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CorruptError(f"{path} cannot be opened: {error.strerror or error}; move it away") from error
-    # In a folder that cannot be written (a package, a mounted image) nobody else writes either; without a file there,
-    # what is added lives as long as the connection.
-    frozen = not os.access(path.parent, os.W_OK) and path.exists()
-    unkept = not os.access(path.parent, os.W_OK) and not frozen
-    mode = "mode=ro&immutable=1" if frozen else "mode=rwc"
-    connection = sqlite3.connect(
-        ":memory:" if unkept else f"{path.resolve().as_uri()}?{mode}",
-        uri=True,
-        timeout=_LOCK_TIMEOUT_S,
-        isolation_level=None,
-        check_same_thread=False,
-    )
+        raise refusal(error, path) from error
+    if not os.access(path.parent, os.W_OK) and not path.exists():
+        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        connection.create_function("row_checksum", -1, row_checksum)  # what is added lives as long as the connection
+    else:
+        connection = connect(path, f"Move {path} away", create=True)
     try:
+        connection.create_function("text_key", 1, _key, deterministic=True)
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if _TABLE not in tables and tables:
             raise StoreMismatchError(
                 f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
                 "keep the index and the store in different folders: --index DIR --store OTHER_DIR"
             )
-        if not frozen:
-            connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
-            connection.execute(
-                f"CREATE TABLE IF NOT EXISTS {_TABLE} "
-                "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)"
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if tables and version != _VERSION:
+            raise StoreMismatchError(
+                f"{path} is version {version} of a registry, this ragblend reads {_VERSION}; delete it and ingest the "
+                "documents again: stored KV is found, not recomputed"
             )
-            connection.execute(
-                f"CREATE TABLE IF NOT EXISTS {_HOLDERS} "
-                "(document TEXT NOT NULL, key BLOB NOT NULL, PRIMARY KEY (document, key)) WITHOUT ROWID"
-            )
-            connection.execute(f"CREATE INDEX IF NOT EXISTS holders_by_text ON {_HOLDERS} (key)")
+        if not tables:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
@@ -418,23 +525,46 @@ def _open(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    try:
+    way_out = f"Mend it: ragblend verify --repair --store {path.parent}; or delete it and ingest the documents again"
+    with translated(path, f"{way_out}: stored KV is found, not recomputed"):
         yield
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise RagblendError(f"another process is writing {path}; wait for it to end and try again") from error
-        if code == sqlite3.SQLITE_FULL:
-            raise StoreFullError(f"no room for {path}; free disk space and run the command again") from error
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-            raise RagblendError(f"cannot open or write {path} ({error}); check its permissions") from error
-        raise CorruptError(
-            f"{path} is damaged ({error}). Delete it and ingest the documents again; stored KV is found, not recomputed"
-        ) from error
 
+
+_OPEN: WeakSet[ChunkRegistry] = WeakSet()
+_PARENTS: list[sqlite3.Connection] = []
+
+
+_FORK_WAIT_S = 1.0
+_held: list[Any] = []
+
+
+def _before_fork() -> None:
+    """No thread is inside of SQLite while a process is forked: its own locks would never be let go in the child."""
+    _held.extend(each._lock for each in list(_OPEN) if each._lock.acquire(timeout=_FORK_WAIT_S))
+
+
+def _after_fork() -> None:
+    for lock in _held:
+        lock.release()
+    _held.clear()
+
+
+def _in_child() -> None:
+    _held.clear()
+    for registry in list(_OPEN):
+        registry._forked()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
 _IN_MEMORY_LOCK = threading.Lock()
+
+
+def drop_registry(root: Path) -> None:
+    """Remove the registry in a store's directory: damaged beyond reading, it is made anew by whoever adds texts."""
+    for suffix in ("-wal", "-shm", ""):
+        remove_file(root / f"{REGISTRY_FILE}{suffix}")
 
 
 def registry_of(store: Any) -> ChunkRegistry:

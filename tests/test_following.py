@@ -469,13 +469,55 @@ def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus,
     assert corpus.texts() == {KERN}
 
 
-def test_a_file_with_the_name_of_a_record_takes_nothing_from_it(corpus):
+def test_a_file_with_the_name_of_a_record_and_that_record_are_two_documents(corpus):
     corpus.write(a_jsonl=[FOX, KERN])
     (corpus.docs / "a.jsonl#1").write_text(BELL)
     for _ in range(2):
+        assert corpus.ingest().failures == []
+        assert corpus.documents() == {"a.jsonl#0": FOX, "a.jsonl#1": KERN, "a.jsonl#1#": BELL}
+    (corpus.docs / "a.jsonl").unlink()
+    corpus.ingest()
+    assert corpus.documents() == {"a.jsonl#1#": BELL}
+    assert find_documents(str(corpus.docs / "a.jsonl#1"), corpus.index) == [str(corpus.docs / "a.jsonl#1#")]
+    (corpus.docs / "a.jsonl#1").unlink()
+    corpus.ingest()
+    assert corpus.documents() == {}
+
+
+def test_one_odd_file_does_not_stop_an_ingestion(corpus):
+    digits = "7" * 5000
+    odd = {
+        "keys.json": json.dumps({digits: "The owl.", "12": "The eel.", "3": "The elk."}),
+        "numbers.json": f'[{{"text": "A long number.", "size": {digits}}}, {digits}]',
+        "numbers.jsonl": f'{{"text": "Another.", "size": -{digits}}}\n',
+        "halves.json": '{"text": "Half \\ud83d of a face.", "title": "\\udc00", "\\ud800": 1}',
+        "deep.json": "[" * 100_000,
+        "a.json": '["Record zero."]',
+        "a.json#0": "A file.",
+    }
+    for name, text in odd.items():
+        (corpus.docs / name).write_text(text)
+    for name in (b"caf\xe9.txt", b"caf\xe9.json"):
+        Path(os.fsdecode(os.fsencode(corpus.docs) + b"/" + name)).write_text("Latin.")
+    folder = Path(os.fsdecode(os.fsencode(corpus.docs) + b"/caf\xe9"))
+    folder.mkdir()
+    (folder / "in.txt").write_text("In a folder.")
+    corpus.write(z_txt=FOX)
+    for _ in range(2):
         report = corpus.ingest()
-        assert ["rename one" in failure.reason for failure in report.failures] == [True]
-        assert corpus.documents() == {"a.jsonl#0": FOX, "a.jsonl#1": KERN}
+        assert FOX in corpus.texts()
+        assert {
+            "The owl.",
+            "The eel.",
+            "The elk.",
+            "A long number.",
+            "Another.",
+            "Record zero.",
+            "A file.",
+        } < corpus.texts()
+        assert len(report.failures) == 5  # three names, what is no record, and what is too deep
+        json.dumps(report.as_dict()).encode()
+    assert "Half \ufffd of a face." in corpus.texts()
 
 
 def test_a_full_disk_is_an_error_and_not_a_bad_file(corpus, monkeypatch):
@@ -520,7 +562,9 @@ def test_odd_names_are_names(corpus):
         (corpus.docs / name).write_text(f"This is text number {number}.")
     for _ in range(2):
         assert corpus.ingest().removed == []
-        assert corpus.documents() == {name: f"This is text number {n}." for n, name in enumerate(names)}
+        # A name that is also how a record is called ends in another "#".
+        sources = [f"{name}#" if name in ("#1", "x#1") else name for name in names]
+        assert corpus.documents() == {name: f"This is text number {n}." for n, name in enumerate(sources)}
     for name in names:
         (corpus.docs / name).unlink()
     corpus.ingest()

@@ -175,7 +175,19 @@ def test_equal_chunks_in_one_document_are_stored_once_and_equal_documents_twice(
     with open_index(tmp_path, HashingEmbedder(DIM), create=True) as index:
         index.add_document("a", "h", [Chunk("same", "a"), Chunk("same", "a")])
         index.add_document("b", "h", [Chunk("same", "b")])
-        assert [hit.chunk.source for hit in index.search("same", 5)] == ["a", "b"]
+        assert sorted(hit.chunk.source for hit in index.search("same", 5)) == ["a", "b"]
+
+
+def test_equal_scores_rank_by_chunk_id_whatever_came_first(tmp_path):
+    names = [f"copy{number}.txt" for number in range(40)]
+    found = []
+    for order in (names, names[::-1]):
+        with open_index(tmp_path / order[0], HashingEmbedder(DIM), create=True) as index:
+            for name in order:
+                index.add_document(name, "h", [Chunk("the same words", name)])
+            found.append([hit.chunk.id for hit in index.search("same words", 7)])
+            assert [hit.chunk.id for hit in index.search("same words", 3)] == found[-1][:3]
+    assert found[0] == found[1] == sorted(Chunk("the same words", name).id for name in names)[:7]
 
 
 def test_a_new_vector_for_a_known_chunk_is_the_one_searched(tmp_path):
@@ -313,16 +325,18 @@ def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_fact
 def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at):
     calls = 0
 
+    rename = Path.replace
+
     def dying_replace(source, target):
         nonlocal calls
         calls += 1
         if calls == crash_at:
             raise KeyboardInterrupt
-        Path(source).rename(target)
+        return rename(source, target)
 
     index = reopen(folder)
     index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
-    monkeypatch.setattr("ragblend.index.os.replace", dying_replace)
+    monkeypatch.setattr(Path, "replace", dying_replace)
     with pytest.raises(KeyboardInterrupt):
         index.save()
     monkeypatch.undo()
@@ -421,7 +435,7 @@ def test_an_older_database_put_back_is_followed(folder):
 
 
 def test_a_read_only_folder_is_searched(folder, monkeypatch):
-    monkeypatch.setattr("ragblend.chunkdb.os.access", lambda path, mode: False)
+    monkeypatch.setattr("ragblend.sqlitefile.os.access", lambda path, mode: False)
     before = sorted(path.name for path in folder.iterdir())
     index = reopen(folder)
     assert best(index, "black tea") == "Black tea is fully oxidised."
@@ -434,7 +448,7 @@ def test_a_read_only_folder_is_searched(folder, monkeypatch):
 def test_no_file_of_the_index_is_a_pickle(folder):
     assert (folder / DATABASE).read_bytes().startswith(b"SQLite format 3\0")
     assert (folder / VECTORS).read_bytes()[:4] == b"IxM2"
-    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 2
+    assert json.loads((folder / MANIFEST).read_text())["schema_version"] == 3
 
 
 # --- embedders ---

@@ -423,6 +423,58 @@ def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: P
     assert re.search(r"loaded before this process was forked.*get_context\('spawn'\)\nFalse", shown)
 
 
+def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_none(tmp_path: Path) -> None:
+    """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
+    code = """if True:
+        import os, signal, sys, threading, time
+        from ragblend import SegmentedPrompt
+        from ragblend.llm import BlendLLM
+        from ragblend.precompute import precompute_documents
+        llm = BlendLLM(store=sys.argv[1], max_tokens=3)
+        texts = [f"The red boat number {n} is in the harbour of Oslo, long enough to be found." for n in range(8)]
+        precompute_documents(texts, llm)
+        def ask():
+            while True:
+                llm.invoke("Read: " + " ".join(texts) + " Where is it?")
+        def add():
+            while True:
+                llm.registry.add([f"Another text, of {time.monotonic()}."])
+        for work in (ask, ask, add):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        prompt = SegmentedPrompt(texts[:3], "Where is it?")
+        stream = llm.engine.stream(prompt, max_tokens=500)
+        next(stream)
+        calls = {
+            "invoke": lambda: llm.invoke("Where?"),
+            "generate": lambda: llm.engine.generate(prompt),
+            "stream": lambda: next(stream),
+            "precompute": lambda: precompute_documents(["A new text."], llm),
+            "registry": lambda: llm.registry.add(["A text of the child's."]),
+        }
+        for name, call in list(calls.items()) * 3:
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                try:
+                    call()
+                    os.write(1, f"{name}: done\\n".encode())
+                except Exception as error:
+                    os.write(1, f"{name}: {error}"[:80].encode() + b"\\n")
+                os._exit(0)
+            if os.waitpid(child, 0)[1]:
+                os.write(1, f"{name}: hangs\\n".encode())
+        os._exit(0)
+    """
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    lines = shown.splitlines()
+    assert len(lines) == 15
+    for line in lines:
+        wanted = "registry: done" if line.startswith("registry") else "was loaded before this process was forked"
+        assert wanted in line
+
+
 def test_what_cannot_be_pickled_says_why_and_is_shared_by_deep_copies(engine: TransformersEngine) -> None:
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine

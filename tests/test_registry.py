@@ -145,7 +145,7 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
 def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match="Delete it"):
+    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete it"):
         ChunkRegistry(path)
 
 

@@ -345,7 +345,7 @@ def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_m
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):
         return
-    if models and fingerprint not in models and not new_model:
+    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged, or an older one
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
             f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "

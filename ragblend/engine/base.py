@@ -69,6 +69,10 @@ class EngineBase(ABC):
     def _check_usable(self) -> None:
         if self.closed:
             raise EngineClosedError(f"the engine of {self.name} is closed; load it again")
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise RagblendError in a process that was forked from the one which loaded this engine: it would hang."""
         if self._process != os.getpid():
             raise RagblendError(
                 f"the engine of {self.name} was loaded before this process was forked; PyTorch's threads and our own "

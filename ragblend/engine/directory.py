@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import resource
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,18 +26,25 @@ from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 TEMP_SUFFIX = ".tmp"
 TEMP_MAX_AGE_S = 3600.0
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that mean: no room. Nothing is damaged, and with more room the same command goes on."""
+
+_PROBE_BYTES = 1 << 16  # as much as SQLite asks for at once
+
 # Temp files name their host: a process id says nothing about a writer on another machine of a shared file system.
 _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 
 
 class Directory:
-    """Files one level below `root`. `fsync=False`: a power cut may lose or damage the latest of them.
+    """Files in `root` and one level below. `fsync=False`: a power cut may lose or damage the latest of them.
 
-    What cannot be written raises StoreFullError where there is no room, else StoreNotWritableError.
+    What cannot be written raises StoreFullError where there is no room, else StoreNotWritableError; `make_room` is what
+    to do about the first.
     """
 
-    def __init__(self, root: Path, *, fsync: bool) -> None:
+    def __init__(self, root: Path, *, fsync: bool, make_room: str = "") -> None:
         self.root, self._fsync = root, fsync
+        self._make_room = make_room or f"Make room: ragblend gc --store {root}, or choose a store on a larger disk"
         try:
             self._make(root)
         except OSError as error:
@@ -62,23 +71,20 @@ class Directory:
 
     def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Temp files that a dead process of this host, or anyone an hour ago, left behind."""
-        for path in sorted(self.root.glob(f"*/.*{TEMP_SUFFIX}")):
-            with suppress(FileNotFoundError):
-                stat = path.stat()
-                if time.time() - stat.st_mtime > TEMP_MAX_AGE_S or _writer_is_dead(path.name):
-                    yield path, stat
+        for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):
+            for path in sorted(self.root.glob(pattern)):
+                with suppress(FileNotFoundError):
+                    stat = path.lstat()
+                    if time.time() - stat.st_mtime > TEMP_MAX_AGE_S or _writer_is_dead(path.name):
+                        yield path, stat
+
+    def clean(self) -> int:
+        """Remove `leftovers`; how many."""
+        return sum(unlink(path) for path, _ in self.leftovers())
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
         """What `path`, which needs `nbytes`, could not be written for, as the error to raise."""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return StoreFullError(
-                f"{path} needs {nbytes} bytes, {_free_bytes(self.root)} are free there ({error.strerror}). "
-                f"Make room: ragblend gc --store {self.root}, or choose a store on a larger disk"
-            )
-        return StoreNotWritableError(
-            f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {self.root}, "
-            f"or choose another place with --store DIR"
-        )
+        return refusal(error, path, nbytes, self._make_room)
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():
@@ -93,6 +99,57 @@ def unlink(path: Path) -> bool:
         path.unlink()
         return True
     return False
+
+
+def refusal(error: OSError, path: Path, nbytes: int = 0, make_room: str = "") -> RagblendError:
+    """Why `path`, which needs `nbytes`, cannot be written, as the error to raise."""
+    if error.errno in FULL:
+        needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
+        return StoreFullError(f"{needs}: {why_full(error)}. {make_room or 'Make room and run the command again'}")
+    return StoreNotWritableError(
+        f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {path.parent}, "
+        f"or choose another place (--store DIR, --index DIR)"
+    )
+
+
+def remove_file(path: Path) -> bool:
+    """Remove a file; False when there is none. Raises StoreNotWritableError when it is there and stays."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreNotWritableError(
+            f"{path} cannot be removed: {error.strerror or error}. Check the owner and the mount of {path.parent}"
+        ) from error
+    return True
+
+
+def why_full(error: OSError) -> str:
+    """What there is no room for, in words; `error` is one of FULL."""
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        most = "" if limit == resource.RLIM_INFINITY else f" of {limit} bytes"
+        return f"the file would exceed the file-size limit{most} (ulimit -f)"
+    return "the disk quota is used up" if error.errno == errno.EDQUOT else "no space is left on the disk"
+
+
+def full_problem(folder: Path, nbytes: int = 0) -> str:
+    """Why nothing more can be written in `folder`, to a file that has `nbytes` now; "" where something can.
+
+    For libraries that report a full disk as an error of input and output.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:
+        return why_full(OSError(errno.EFBIG, ""))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0" * _PROBE_BYTES)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return why_full(error) if error.errno in FULL else ""
+    return ""
 
 
 def _writer_is_dead(temp_name: str) -> bool:
@@ -118,7 +175,7 @@ def _fsync_directory(path: Path) -> None:
 
 
 def _free_bytes(path: Path) -> int:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return 0
+    for place in (path, *path.absolute().parents):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0

@@ -15,12 +15,11 @@ prompts or other tiers.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,14 +36,16 @@ from ragblend.engine.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.directory import Directory, unlink
+from ragblend.engine.directory import Directory, remove_file, unlink
 from ragblend.engine.eviction import Policy
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
-from ragblend.engine.profile import PROFILES_DIR, Profile
+from ragblend.engine.profile import PROFILES_DIR, Profile, profile_in
 from ragblend.engine.protocols import StoreCounters, VerifyResult
-from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, NAME, Room
-from ragblend.engine.signing import KeyChoice, chosen_key, sealed, unsealed
-from ragblend.errors import DamagedEntryError, NotFoundError, UsageError
+from ragblend.engine.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
+from ragblend.engine.sealed import seal, unseal
+from ragblend.engine.signing import KeyChoice, StoreKey, chosen_key
+from ragblend.engine.sizes import format_bytes
+from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
@@ -202,12 +203,15 @@ class DiskStore:
                     yield header
 
     def delete(self, key: str) -> bool:
-        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed."""
+        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed.
+
+        Raises StoreNotWritableError when it is there and cannot be removed.
+        """
         try:
             path = self._path(key)
         except UsageError:
             return False
-        removed = [unlink(path), unlink(path.with_suffix(DAMAGED_SUFFIX))]
+        removed = [remove_file(path), remove_file(path.with_suffix(DAMAGED_SUFFIX))]
         self._room.gone(key)
         return any(removed)
 
@@ -287,37 +291,32 @@ class DiskStore:
         """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
         count = 0
         for folder in NOTES:
-            for path in sorted((self.root / folder).glob("[!.]*.json")):
-                with suppress(OSError, ValueError, RecursionError):
-                    self._read_note(path)
-                    continue
-                with suppress(OSError, ValueError, RecursionError):
-                    self._write_note(path, source._read_note(path))
+            signed = {path for path, _ in self._notes(folder)}
+            for path, note in source._notes(folder):
+                if path not in signed:
+                    self._put_note(path, note)
                     count += 1
         return count
 
-    def verify_notes(self) -> Iterator[VerifyResult]:
-        """What is wrong with the store's notes on models, calibrations and machines; `key` is the file's place in it.
+    def holds(self, key: str) -> bool:
+        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        return self._path(key).exists()
 
-        Answers depend on them: a calibration says how much is recomputed.
-        """
-        for folder in NOTES:
-            for path in sorted((self.root / folder).glob("[!.]*.json")):
-                try:
-                    self._read_note(path)
-                except FileNotFoundError:
-                    continue
-                except (OSError, ValueError, RecursionError) as error:
-                    yield VerifyResult(f"{folder}/{path.name}", False, str(error))
+    @property
+    def has_evicted(self) -> bool:
+        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        return (self.root / EVICTED_MARK).exists()
 
-    def drop_note(self, place: str) -> bool:
-        """Remove a note that `verify_notes` named; whether that was done."""
-        folder, _, name = place.partition("/")
-        return folder in NOTES and "/" not in name and unlink(self.root / folder / name)
+    def drop_damaged(self, key: str) -> None:
+        """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
+        if self.contains(key):
+            remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
+        else:
+            self.delete(key)
 
     def clean(self) -> int:
         """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
-        return sum(unlink(path) for path, _ in self._directory.leftovers())
+        return self._directory.clean()
 
     def gc(
         self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
@@ -325,13 +324,14 @@ class DiskStore:
         """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
 
         max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
-        whatever it is. `dry_run` only reports.
+        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read,
+        and StoreNotWritableError when not everything could be removed.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
         leftovers, quarantined = list(self._directory.leftovers()), list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
-        pinned = self.pinned_keys()
+        pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
         unwanted = {path for path, _ in entries if keep is not None and not keep(path.stem)}
         kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
@@ -343,84 +343,131 @@ class DiskStore:
                 kept_bytes -= stat.st_size
             evicted.append((path, stat))
         doomed = leftovers + quarantined + evicted
-        if not dry_run:
-            for path, _ in doomed:
-                unlink(path)
-            self._room.changed()
-            self._count(num_evicted=len(evicted))
         freed_bytes = sum(stat.st_size for _, stat in doomed)
         keys = tuple(path.stem for path, _ in evicted)
+        if not dry_run:
+            self._remove(doomed)
+            self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
+        found = []
+        for path in map(self._path, keys):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+        self._remove(found)
+        return sum(stat.st_size for _, stat in found)
+
+    def _remove(self, doomed: Sequence[tuple[Path, os.stat_result]]) -> None:
+        """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
+        failure, num_kept, kept_bytes = "", 0, 0
+        for path, stat in doomed:
+            try:
+                remove_file(path)  # one that is gone already is what was wanted
+            except StoreNotWritableError as error:
+                failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
+        self._room.changed()
+        if num_kept:
+            freed_bytes = sum(stat.st_size for _, stat in doomed) - kept_bytes
+            raise StoreNotWritableError(
+                f"{num_kept} of {len(doomed)} files could not be removed, {format_bytes(freed_bytes)} were freed and "
+                f"{format_bytes(kept_bytes)} were not. {failure}"
+            )
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
 
         Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
         """
-        data = json.dumps({"document": document, "keys": sorted(set(keys))}, indent=1).encode() + b"\n"
-        self._directory.replace(self._pin_path(document), len(data), lambda stream: stream.write(data))
+        self._put_note(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
         """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
-        path = self._pin_path(document)
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise self._directory.write_error(error, path) from error
-        return True
+        return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
         """Keys of pinned documents; an unreadable note is skipped with a warning."""
-        found: dict[str, tuple[str, ...]] = {}
-        for path in sorted((self.root / PINS_DIR).glob("[!.]*.json")):
-            try:
-                note = json.loads(read_file(path))
-                found[str(note["document"])] = tuple(str(key) for key in note["keys"])
-            except FileNotFoundError:
-                continue  # unpinned meanwhile
-            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-                log.warning("pin %s is skipped: %s", path, error)
-        return found
+        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in self._notes(PINS_DIR, log.warning)}
 
     def pinned_keys(self) -> frozenset[str]:
-        """Keys of all pinned documents."""
-        return frozenset(key for keys in self.pins().values() for key in keys)
+        """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
+        damaged: list[str] = []
+        notes = [note for _, note in self._notes(PINS_DIR, lambda *said: damaged.append(said[0] % said[1:]))]
+        if damaged:
+            raise CorruptError(
+                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
+                f"--repair --store {self.root}"
+            )
+        return frozenset(str(key) for note in notes for key in note["keys"])
+
+    def place_of_pin(self, document: str) -> str:
+        """Where the pin of a document is noted, as `verify_notes` names it."""
+        return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
         """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
-        path = self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
-        self._write_note(path, facts)
+        self._put_note(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
         """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
-        found: dict[str, dict[str, Any]] = {}
-        for path in sorted((self.root / MODELS_DIR).glob("[!.]*.json")):
-            try:
-                found[path.stem] = self._read_note(path)
-            except (OSError, ValueError, RecursionError) as error:
-                log.warning("model descriptor %s is skipped: %s", path, error)
-        return found
+        return {path.stem: note for path, note in self._notes(MODELS_DIR, log.warning)}
+
+    def knows_model(self, fingerprint: str) -> bool:
+        """Whether it was noted, readably or not, that this store holds KV of that model."""
+        return self._model_path(fingerprint).exists()
 
     def put_profile(self, profile: Profile) -> Path:
         """Keep a calibration, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
         path = self.root / PROFILES_DIR / profile.filename
-        self._write_note(path, profile.as_dict())
+        self._put_note(path, profile.as_dict())
         return path
 
-    def _read_note(self, path: Path) -> dict[str, Any]:
-        """A JSON object of the store, signed where that is demanded. Raises OSError, ValueError or RecursionError."""
-        return unsealed(_note_kind(path), json.loads(read_file(path)), self.store_key)
+    def verify_notes(self) -> Iterator[VerifyResult]:
+        """What is wrong with the store's notes on models, calibrations, machines and pins; `key` is their place in it.
 
-    def _write_note(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Put a note in place, signed where there is a key; nothing to do where it is there. Raises what `put` does."""
-        note = sealed(_note_kind(path), facts, self.store_key)
-        data = json.dumps(note, indent=1, sort_keys=True).encode() + b"\n"
+        Answers depend on them: a calibration says how much is recomputed.
+        """
+        found = list[VerifyResult]()
+
+        def complain(_: str, path: Path, error: Exception) -> None:
+            found.append(VerifyResult(_place(path), False, str(error)))
+
+        for folder in (*NOTES, PINS_DIR):
+            for path, note in self._notes(folder, complain):
+                if folder == PROFILES_DIR:
+                    try:
+                        if profile_in(note).filename != path.name:
+                            complain("", path, UsageError("it was made for something else"))
+                    except UsageError as error:
+                        complain("", path, error)
+        yield from found
+
+    def drop_note(self, place: str) -> None:
+        """Remove a note that `verify_notes` named. Raises StoreNotWritableError."""
+        remove_file(self.root / place)
+
+    def _notes(
+        self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The notes of one kind; of those that cannot be read `complain` is told."""
+        for path in sorted((self.root / folder).glob("[!.]*.json")):
+            try:
+                yield path, unseal(read_file(path), _note_kind(path), self._note_key(path))
+            except FileNotFoundError:
+                continue  # gone meanwhile
+            except (OSError, ValueError) as error:
+                complain("%s is damaged (%s)", path, error)
+
+    def _put_note(self, path: Path, facts: Mapping[str, Any]) -> None:
+        data = seal(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
             if read_file(path) == data:
                 return
         self._directory.replace(path, len(data), lambda stream: stream.write(data))
+
+    def _note_key(self, path: Path) -> StoreKey | None:
+        return self.store_key if path.parent.name in NOTES else None
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
         """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
@@ -435,6 +482,9 @@ class DiskStore:
 
     def _pin_path(self, document: str) -> Path:
         return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
+
+    def _model_path(self, fingerprint: str) -> Path:
+        return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
 
     def _path(self, key: str) -> Path:
         return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
@@ -497,8 +547,12 @@ class DiskStore:
 
 
 def _note_kind(path: Path) -> str:
-    """What a note's signature says it is. One on a model does not name it, so its file's name belongs to it."""
-    return f"{MODELS_DIR}/{path.stem}" if path.parent.name == MODELS_DIR else path.parent.name
+    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _is_free(path: Path) -> bool:

@@ -15,6 +15,9 @@ from ragblend.engine.kv import MemoryKV
 # Rows per pass. On a CPU short chunks gain when packed (weights are read once, layers are called once), and lose some
 # of it when a pass outgrows the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU wants more rows to be busy.
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 640, 8192
+# CPUs compute products of a few rows otherwise than those of many: with fewer, the KV of a short chunk that is
+# prefilled alone would not be, bit for bit, that of the same chunk among others.
+LEAST_PASS_TOKENS = 32
 
 UNWRITTEN_BYTES = 512 << 20  # prefilled, on their way to the store; the model waits when there is more
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from ragblend.engine.controller import MachineProfile, profile_from
+from ragblend.engine.directory import Directory
 from ragblend.engine.disk import MACHINES_DIR
-from ragblend.engine.signing import KeyChoice, chosen_key, sealed, unsealed
-from ragblend.errors import StoreNotWritableError
+from ragblend.engine.sealed import seal, unseal
+from ragblend.engine.signing import KeyChoice, chosen_key
 from ragblend.files import read_file
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def read_profile(
     """
     path = profile_path(root, fingerprint, hardware)
     try:
-        profile = profile_from(unsealed(MACHINES_DIR, json.loads(read_file(path)), chosen_key(store_key)))
+        profile = profile_from(unseal(read_file(path), MACHINES_DIR, chosen_key(store_key)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # UsageError is a ValueError
@@ -108,16 +108,8 @@ def read_profile(
 
 
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
-    """Keep a profile in the store at `root`, in place of an older one; its path. Raises StoreNotWritableError."""
+    """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
     path = profile_path(root, profile.fingerprint, profile.hardware)
-    temp = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        note = sealed(MACHINES_DIR, profile.as_dict(), chosen_key(store_key))
-        temp.write_text(json.dumps(note, indent=1) + "\n")
-        temp.replace(path)
-    except OSError as error:
-        raise StoreNotWritableError(
-            f"the profile cannot be written to {path}: {error.strerror or error}; choose another --store DIR"
-        ) from error
+    data = seal(profile.as_dict(), MACHINES_DIR, chosen_key(store_key))
+    Directory(root, fsync=True).replace(path, len(data), lambda stream: stream.write(data))
     return path

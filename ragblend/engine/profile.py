@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.keys import chunk_key
 from ragblend.engine.report import RatioChoice
+from ragblend.engine.sealed import unseal
 from ragblend.engine.selection import CHECK_LAYER, DEFAULT_RATIO, RULES, check_ratio, find_rule
-from ragblend.engine.signing import KeyChoice, StoreKey, chosen_key, unsealed
+from ragblend.engine.signing import KeyChoice, StoreKey, chosen_key
 from ragblend.errors import UsageError
 from ragblend.files import read_file
 
@@ -166,24 +167,30 @@ class Profile:
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: `version`, `checksum` of the rest, and the rest."""
+        """Plain JSON values: `version`, and the rest as `profile`."""
         body = asdict(self)
         for fit in body["fits"]:
             fit["curve"] = [point._asdict() for point in fit["curve"]]
         body["noise_floor"] = self.noise_floor._asdict()
         body = json.loads(json.dumps(body))
-        return {"version": PROFILE_VERSION, "checksum": _checksum(body), "profile": body}
+        return {"version": PROFILE_VERSION, "profile": body}
 
 
 def parse_profile(data: bytes, store_key: StoreKey | None = None) -> Profile:
     """The profile in a file, signed where there is a key. Raises UsageError, and nothing else, whatever `data` is."""
     try:
-        note = unsealed(PROFILES_DIR, json.loads(data), store_key)
+        note = unseal(data, PROFILES_DIR, store_key)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return profile_in(note)
+
+
+def profile_in(note: Mapping[str, Any]) -> Profile:
+    """The profile that `as_dict` gave. Raises UsageError, and nothing else."""
+    try:
         if note["version"] != PROFILE_VERSION:
             raise UsageError(f"its version is {note['version']!r}, this ragblend reads {PROFILE_VERSION}")
         body: Mapping[str, Any] = note["profile"]
-        if note["checksum"] != _checksum(body):
-            raise UsageError("its checksum is wrong")
         fits = tuple(
             Fit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
         )
@@ -354,7 +361,3 @@ def profile_key(store: object) -> KeyChoice:
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:
     return chunk_key(fingerprint, prefix_ids, ())
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -99,6 +99,11 @@ class RemoteStore:
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
 
     @property
+    def url(self) -> str:
+        """Of the other side, without its password."""
+        return self.values.url
+
+    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
         self._counters.num_dropped = self._queue.num_dropped
@@ -282,6 +287,10 @@ class RemoteStore:
             self._flights.pop(key, None)
             self._bad.pop(key, None)
         return self.values.delete(key) or queued
+
+    def clean(self) -> int:
+        """Remove what killed writers left on the other side; how many. Raises BackendUnreachableError."""
+        return self.values.clean()
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries, unverified; none while the other side does not answer."""

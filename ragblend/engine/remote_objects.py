@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
-import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
-from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.engine.directory import Directory
+from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.redaction import advice_on, has_secret, redacted
 
 try:
@@ -73,7 +73,7 @@ class ObjectValues:
         """Write the object. A local folder gets it in one step, as object stores do by themselves."""
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
-            self._guard(lambda: _replace(path, data))
+            self._guard(lambda: self._directory().replace(Path(path), len(data), lambda stream: stream.write(data)))
         else:
             self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
 
@@ -106,6 +106,13 @@ class ObjectValues:
             if name.endswith(SUFFIX) and not name.startswith("."):
                 yield name.removesuffix(SUFFIX), int(facts["size"])
 
+    def clean(self) -> int:
+        """Remove the temp files of killed writers from a local folder; how many. Elsewhere objects appear whole."""
+        if not isinstance(self._fs, LocalFileSystem) or not Path(self._root).is_dir():
+            return 0
+        found: int = self._guard(lambda: self._directory().clean())
+        return found
+
     def ping(self) -> None:
         """One round trip: ask for the bucket; one that is not there is a failure."""
         bucket = self._root.partition("/")[0]
@@ -119,6 +126,11 @@ class ObjectValues:
 
     def close(self) -> None:
         """Nothing to do: fsspec shares its connections."""
+
+    def _directory(self) -> Directory:
+        return Directory(
+            Path(self._root), fsync=True, make_room=f"Make room for {self.url}, or choose another --remote"
+        )
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
@@ -179,7 +191,7 @@ class ObjectValues:
     def _guard(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreFullError):
             raise
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
             raise BackendUnreachableError(
@@ -206,17 +218,3 @@ def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
             "retries": {"max_attempts": 0},
         },
     }
-
-
-def _replace(path: str, data: bytes) -> None:
-    directory, _, name = path.rpartition("/")
-    os.makedirs(directory, exist_ok=True)  # noqa: PTH103 (fsspec's paths are strings)
-    temp = f"{directory}/.{name}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temp, "xb") as stream:  # noqa: PTH123
-            stream.write(data)
-        os.replace(temp, path)  # noqa: PTH105
-    except BaseException:
-        if os.path.exists(temp):  # noqa: PTH110
-            os.unlink(temp)  # noqa: PTH108
-        raise

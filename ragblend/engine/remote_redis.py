@@ -73,9 +73,14 @@ class RedisValues:
         )
 
     def get(self, name: str) -> bytes | None:
-        """The value, or None."""
+        """The value, or None. A list or another type that somebody put there is empty, and so no entry."""
         with self._call(self._timeout_s):
-            return cast("bytes | None", self._reader.get(PREFIX + name))
+            try:
+                return cast("bytes | None", self._reader.get(PREFIX + name))
+            except redis.ResponseError as error:
+                if not _is_wrong_type(error):
+                    raise
+                return b""
 
     def put(self, name: str, data: bytes) -> None:
         """Set the value, in one step."""
@@ -85,7 +90,12 @@ class RedisValues:
     def contains(self, name: str) -> bool:
         """Whether there is a value."""
         with self._call(self._timeout_s):
-            return bool(self._reader.exists(PREFIX + name))
+            try:
+                return bool(self._reader.strlen(PREFIX + name))
+            except redis.ResponseError as error:
+                if not _is_wrong_type(error):
+                    raise
+                return False
 
     def delete(self, name: str) -> bool:
         """Remove the value; whether there was one."""
@@ -106,8 +116,15 @@ class RedisValues:
                 pipeline = self._reader.pipeline(transaction=False)
                 for name in names:
                     pipeline.strlen(name)
-                sizes = pipeline.execute()
+                sizes = pipeline.execute(raise_on_error=False)
+                problem = next(
+                    (each for each in sizes if isinstance(each, Exception) and not _is_wrong_type(each)), None
+                )
+                if problem is not None:
+                    raise problem
             for name, size in zip(names, sizes, strict=True):
+                if isinstance(size, Exception):
+                    continue
                 yield name.decode("utf-8", "replace").removeprefix(PREFIX), int(size)
             if cursor == 0:
                 return
@@ -117,6 +134,10 @@ class RedisValues:
                     "Redis? Check it: ragblend doctor --remote URL"
                 )
             seen.add(cursor)
+
+    def clean(self) -> int:
+        """Nothing to do: a value appears whole."""
+        return 0
 
     def ping(self) -> None:
         """One round trip."""
@@ -145,6 +166,11 @@ class RedisValues:
             raise BackendUnreachableError(
                 f"{self.url} does not answer ({said}); check it: ragblend doctor --remote URL"
             ) from (None if self._hides else error)
+
+
+def _is_wrong_type(error: Exception) -> bool:
+    """Whether a key holds another type than a string: nothing of ours."""
+    return isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 # --- what a server may send, and how long it may take ---

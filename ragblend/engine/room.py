@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -26,11 +27,12 @@ from ragblend.engine.directory import Directory, unlink
 from ragblend.engine.eviction import Held, Ledger, Policy, recompute_cost
 from ragblend.engine.kv import KVHeader
 from ragblend.engine.sizes import format_bytes
-from ragblend.errors import StoreFullError
+from ragblend.errors import RagblendError, StoreFullError
 from ragblend.files import open_file, read_file
 
 ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 FACTS_FILE = "entries.jsonl"
+EVICTED_MARK = "evicted"  # an empty file, once an entry had to leave for a budget: from then on not every one is missed
 _FACTS_BYTES = 1 << 30
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
@@ -173,10 +175,18 @@ class Room:
                 if ranking.policy == "lru" and key in self._ledger and used_s > ranking.used_s(key):
                     self._ledger.use(key, used_s)
                     return
+            self._mark()
             if unlink(path):
                 self._evicted(key)
             with self._lock:
                 self._ledger.drop(key, evicted=True)
+
+    def _mark(self) -> None:
+        """Say, before an entry leaves, that some do."""
+        mark = self._root / EVICTED_MARK
+        with suppress(OSError):
+            if not mark.exists():
+                mark.touch()
 
     # -- looking at the directory
 
@@ -265,7 +275,7 @@ class Room:
             found[key] = facts or ("", 0.0)
         if num_lines > 2 * len(keys) + _SPARE_LINES:
             data = _lines({**{key: known[key] for key in keys if key in known}, **read})
-            with suppress(StoreFullError, OSError):
+            with suppress(RagblendError):
                 self._directory.replace(self._root / FACTS_FILE, len(data), lambda stream: stream.write(data))
         else:
             self._remember(read)
@@ -273,13 +283,14 @@ class Room:
         return found
 
     def _facts_on_disk(self) -> tuple[dict[str, _Facts], int]:
-        """What `entries.jsonl` remembers, and its number of lines; a line that a crash cut short is skipped."""
+        """What `entries.jsonl` remembers, and its number of lines; one that was cut short or has changed is skipped."""
         found, num_lines = dict[str, _Facts](), 0
         with suppress(OSError), io.BytesIO(read_file(self._root / FACTS_FILE, _FACTS_BYTES)) as lines:
             for num_lines, line in enumerate(lines, start=1):  # noqa: B007 (the last one is returned)
                 with suppress(ValueError, TypeError, RecursionError):
-                    key, namespace, cost = json.loads(line)
-                    found[str(key)] = str(namespace), float(cost)
+                    key, namespace, cost, _ = json.loads(line)
+                    if line == _lines({key: (namespace, cost)}):
+                        found[key] = namespace, float(cost)
         return found, num_lines
 
     def _remember(self, facts: Mapping[str, Any]) -> None:
@@ -295,7 +306,9 @@ class Room:
 
 
 def _lines(facts: Mapping[str, _Facts]) -> bytes:
-    return "".join(json.dumps([key, *each]) + "\n" for key, each in facts.items()).encode()
+    """One line per entry, with its checksum last."""
+    rows = ([key, *each, zlib.crc32(json.dumps([key, *each]).encode())] for key, each in facts.items())
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:

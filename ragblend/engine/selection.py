@@ -167,8 +167,8 @@ RULES: dict[str, Rule] = {
 
 # Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json). Its candidates
 # were chosen, and others tried in its place, on questions of another part (`benchmarks/selection_experiments.py`):
-# spans, forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are not
-# recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
+# spans, forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are
+# not recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
 # Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.
 # A model of 5 layers says little about where a deep one's questions look.
 SHALLOW = "repair"

@@ -170,24 +170,6 @@ def write_key(path: Path) -> StoreKey:
     return StoreKey(secret)
 
 
-def sealed(kind: str, note: Mapping[str, Any], key: StoreKey | None) -> dict[str, Any]:
-    """A note of that kind, to be written as JSON, with its `signature` where there is a key."""
-    bare = {name: value for name, value in note.items() if name != "signature"}
-    return {**bare, "signature": key.sign_note(kind, bare)} if key is not None else bare
-
-
-def unsealed(kind: str, note: Any, key: StoreKey | None) -> dict[str, Any]:
-    """The note without its signature. Raises ValueError for what is no JSON object, or is not signed with `key`."""
-    if not isinstance(note, dict):
-        raise ValueError("it is no JSON object")
-    bare = {name: value for name, value in note.items() if name != "signature"}
-    if key is not None and not hmac.compare_digest(
-        key.sign_note(kind, bare).encode(), str(note.get("signature")).encode("utf-8", "surrogatepass")
-    ):
-        raise ValueError(UNSIGNED)
-    return bare
-
-
 UNSIGNED = "it is not signed with this store's key"
 
 

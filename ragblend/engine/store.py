@@ -56,6 +56,8 @@ class FetchesAhead(Protocol):
 
     timeout_s: float
 
+    @property
+    def url(self) -> str: ...  # of the place, without its password
     def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
     def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
     def delete(self, key: str) -> bool: ...
@@ -326,17 +328,31 @@ class TieredStore:
                 tier.delete(kv.header.key)
         self.put(kv)
 
+    @property
+    def far_tiers(self) -> tuple[FetchesAhead, ...]:
+        """The tiers on other machines."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, FetchesAhead))
+
     def delete(self, key: str) -> bool:
         """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
 
         Raises BackendUnreachableError, after the local tiers forgot it, when a remote one cannot be told.
         """
+        return self._delete(key, self.tiers)
+
+    def delete_near(self, key: str) -> bool:
+        """Remove the entry from the tiers of this machine; whether any had it."""
+        return self._delete(key, [tier for tier in self.tiers if not isinstance(tier, FetchesAhead)])
+
+    def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
         with self._lock:
             self._num_deletes += 1
         if (shared := self._being_read.pop(key, None)) is not None:
             shared.cancel()
         removed, failure = False, None
         for position, tier in reversed(list(enumerate(self.tiers))):
+            if not any(tier is each for each in tiers):
+                continue
             if position in self._promotions:
                 self._promotions[position].discard(key)
             try:

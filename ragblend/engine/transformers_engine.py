@@ -34,7 +34,7 @@ from ragblend.engine.generation import (
     Request,
     check_options,
 )
-from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, prefill_all
+from ragblend.engine.ingestion import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, prefill_all
 from ragblend.engine.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, dtype_name, stored_as
 from ragblend.engine.loader import LayerLoader, Timeline
 from ragblend.engine.profile import Profiles, profile_key, profile_root
@@ -147,6 +147,7 @@ class TransformersEngine(EngineBase):
         return kv.nbytes
 
     def _is_missing(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> bool:
+        self.check_process()
         return bool(token_ids) and not self.store.contains(self._key(self.default_prefix_ids + neighbour, token_ids))
 
     def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], neighbour: tuple[int, ...] = ()) -> list[MemoryKV]:
@@ -160,9 +161,11 @@ class TransformersEngine(EngineBase):
             headers.append(
                 KVHeader(key, self.fingerprint, prefix_ids, ids, num_layers, dtype, namespace=self.namespace)
             )
+        num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
+        filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
         with self._lock:
             context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
-            found = prefill_chunks(self.layers, context, headers)
+            found = prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
         return [stored_as(kv, kv_dtype_of(self.store)) for kv in found]
 
     # -- answering

@@ -26,6 +26,7 @@ from ragblend.engine.profile import (
     parse_profile,
     profile_root,
 )
+from ragblend.engine.sealed import seal
 from ragblend.engine.selection import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, Check
 from ragblend.engine.selection import SHALLOW as AUTO
 from ragblend.engine.store import MemoryStore, TieredStore
@@ -69,7 +70,7 @@ def test_format_version_1_is_stable(tmp_path: Path) -> None:
     assert path.relative_to(tmp_path).as_posix() == "profiles/9757a0f6c41fe5ed1dc67ebae2222f66-0210730fb21886ab.json"
     note = json.loads(path.read_text())
     assert note["version"] == 1
-    assert note["checksum"] == "a12c5c7c462b67007b60852b11f6d472"
+    assert note["xxh3_128"] == "f8c7462805ec002ef0101bd87b83d4e1"
     assert set(note["profile"]["fits"][0]["curve"][0]) == set(CurvePoint._fields)
 
 
@@ -91,7 +92,7 @@ def test_of_several_chunkers_the_one_asked_for_or_the_latest(tmp_path: Path) -> 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
 def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: bool) -> None:
-    data = bytearray(json.dumps(PROFILE.as_dict()).encode())
+    data = bytearray(seal(PROFILE.as_dict(), PROFILES_DIR))
     at = int(place * len(data))
     damaged = bytes(data[:at]) if cut else bytes(data[:at] + bytes([byte]) + data[at + 1 :])
     try:
@@ -99,8 +100,7 @@ def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: 
     except UsageError:
         pass
     else:
-        # A changed byte that passes is no change: JSON does not tell 1e-12 from 1E-12.
-        assert json.loads(damaged) == json.loads(data)
+        assert damaged == data
 
 
 @given(

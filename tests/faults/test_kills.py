@@ -1,0 +1,303 @@
+"""Every command that changes something, killed at random moments, and run again. `RAGBLEND_FAULTS=full` raises counts.
+
+The rerun must end where a run that was never killed ends: KV byte for byte, every other file by what is in it. What was
+removed must be in no file any more, and no rerun may be needed beyond the same command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import faiss
+import pytest
+from forked import Commands, Done, Kill
+from places import INGEST, PLACE, Place, secret, succeeded
+from servers import RedisServer, running_redis
+
+pytestmark = pytest.mark.timeout(1800)
+
+FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
+NUM_KILLS = 20 if FULL else 3
+
+Counted = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path, commands: Commands) -> Place:
+    """Six documents, ingested with their neighbours' KV; one is pinned."""
+    found = Place(tmp_path / "work", tmp_path / "kept")
+    found.work.mkdir()
+    for name in ("amber", "basalt", "copper", "denim", "ebony", "flint"):
+        found.write(name)
+    succeeded(commands.run(*INGEST, cwd=found.work))
+    succeeded(commands.run("pin", "corpus/basalt.md", *PLACE, cwd=found.work))
+    return found
+
+
+def state(work: Path) -> dict[str, Any]:
+    """What a working folder holds, but for what is not told: times, ids of rows, and how SQLite laid out its pages."""
+    files = {
+        str(path.relative_to(work)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(work.rglob("*"))
+        if path.is_file() and path.suffix not in (".sqlite", ".faiss") and path.name != "manifest.json"
+        if not path.name.endswith(("-wal", "-shm"))
+    }
+    index, registry = work / "index" / "chunks.sqlite", work / "kv" / "texts.sqlite"
+    vectors = faiss.read_index(str(work / "index" / "vectors.faiss"))
+    tables = {
+        "documents": (index, "SELECT source, file, content_hash, status FROM documents"),
+        "chunks": (index, "SELECT id, text, metadata, vector FROM chunks"),
+        "files": (index, "SELECT path, version, top FROM files"),
+        "leftovers": (index, "SELECT text, behind FROM leftovers"),
+        "doomed": (index, "SELECT key FROM doomed"),
+        "texts": (registry, "SELECT text FROM registered_texts"),
+        "holders": (registry, "SELECT document, key FROM text_holders"),
+        "stored": (registry, "SELECT key FROM stored_kv"),
+    }
+    return {
+        "files": files,
+        "vectors": sorted(faiss.vector_to_array(vectors.id_map).tolist()),
+        **{name: sorted(rows(*each)) for name, each in tables.items()},
+    }
+
+
+def rows(path: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def files_with(work: Path, word: str) -> list[str]:
+    """The files that tell a word, whatever they are."""
+    return [str(path) for path in work.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+
+
+def killed_and_run_again(
+    commands: Commands,
+    place: Place,
+    argv: tuple[str, ...],
+    check: Callable[[], None] = lambda: None,
+    codes: tuple[int, ...] = (0,),
+) -> str:
+    """The command, killed NUM_KILLS times, each time from the state that was kept, and run again. What happened."""
+    rng, at = random.Random(argv[0]), []
+    place.keep()
+    whole = succeeded(commands.run(*argv, cwd=place.work), *codes)
+    wanted = state(place.work)
+    check()
+    assert whole.count > 1, whole
+    while len(at) < NUM_KILLS:
+        place.put_back()
+        moment = rng.randrange(1, whole.count + 1)
+        killed = commands.run(*argv, cwd=place.work, kill=Kill(moment, rng.choice((0.0, rng.uniform(0, 0.02)))))
+        if not killed.was_killed:
+            succeeded(killed, *codes)
+            continue
+        at.append(moment)
+        again = commands.run(*argv, cwd=place.work)
+        # What was done before the kill is not there to be done again.
+        succeeded(again, *codes, *((3,) if argv[0] == "remove" else ()))
+        found = state(place.work)
+        assert found == wanted, difference(found, wanted, moment)
+        check()
+    return f"{NUM_KILLS} kills of `{' '.join(argv[:2])}` at changes {min(at)} to {max(at)} of {whole.count}"
+
+
+def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> str:
+    """Where two states differ, for a failing test."""
+    lines = [f"killed after change {moment}"]
+    for name in wanted:
+        if found[name] != wanted[name]:
+            one, other = (
+                set(each.items()) if isinstance(each, dict) else set(each) for each in (found[name], wanted[name])
+            )
+            lines.append(f"{name}: too much {sorted(one - other)[:4]}, missing {sorted(other - one)[:4]}")
+    return "\n".join(lines)
+
+
+def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
+    commands: Commands, place: Place, counted: Counted
+) -> None:
+    def no_word() -> None:
+        assert files_with(place.work / "kv", secret("basalt")) == []
+        assert files_with(place.work / "index", secret("basalt")) == []
+        assert not list((place.work / "kv" / "pins").glob("*.json"))
+
+    (place.work / "corpus" / "basalt.md").unlink()
+    said = killed_and_run_again(commands, place, ("remove", "corpus/basalt.md", *PLACE), no_word)
+    counted(f"{said}: no file tells a removed word")
+
+
+def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_that_is_back(
+    commands: Commands, place: Place, tmp_path: Path, counted: Counted
+) -> None:
+    pytest.importorskip("redis")
+    server = next(running_redis(tmp_path))
+    try:
+        far = ("--remote", server.url)
+        succeeded(commands.run("push", *far, "--store", "kv", cwd=place.work))
+        num_far = num_keys(server)
+        server.process.send_signal(19)  # type: ignore[union-attr]  (SIGSTOP: there, and silent)
+        down = commands.run("remove", "corpus/basalt.md", *far, *PLACE, cwd=place.work)
+        server.process.send_signal(18)  # type: ignore[union-attr]
+        succeeded(down, 5)
+        assert files_with(place.work / "kv", secret("basalt")) == []
+        assert files_with(place.work / "index", secret("basalt")) == []
+        assert not list((place.work / "kv" / "pins").glob("*.json"))
+        num_here = len(list((place.work / "kv").glob("??/*.safetensors")))
+        assert num_here < num_far == num_keys(server)
+        succeeded(commands.run("remove", "corpus/basalt.md", *far, *PLACE, cwd=place.work))
+        assert num_keys(server) == num_here
+        counted(
+            f"a removal while Redis is silent: {num_far - num_here} entries gone here at once, there with the rerun"
+        )
+    finally:
+        server.kill()
+
+
+def num_keys(server: RedisServer) -> int:
+    import redis
+
+    return int(redis.Redis(port=server.port).dbsize())
+
+
+def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
+    commands: Commands, place: Place, counted: Counted
+) -> None:
+    rng = random.Random(2)
+    paths = sorted((place.work / "kv").glob("??/*.safetensors"))
+    for path in rng.sample(paths, 8):
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1
+        path.write_bytes(data)
+    rng.choice([path for path in paths if path.exists()]).unlink()
+    pin = next((place.work / "kv" / "pins").glob("*.json"))
+    pin.write_bytes(pin.read_bytes().replace(b"basalt", b"basilt"))
+    whole = {path.name for path in paths}
+
+    def all_there() -> None:
+        assert {path.name for path in (place.work / "kv").glob("??/*.safetensors")} == whole
+        succeeded(commands.run("verify", *PLACE, cwd=place.work))
+
+    said = killed_and_run_again(commands, place, ("verify", "--repair", *PLACE), all_there)
+    counted(f"{said}: 9 entries and a pin mended")
+
+
+def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, counted: Counted) -> None:
+    entries = sorted((place.work / "kv").glob("??/*.safetensors"))
+    for number, path in enumerate(entries):
+        os.utime(path, (1e9 + number, 1e9 + number))
+    argv = ("gc", "--max-size", f"{sum(path.stat().st_size for path in entries) // 2}B", *PLACE)
+    entries[0].rename(entries[0].with_suffix(".damaged"))
+
+    def pinned() -> None:
+        assert "pinned" in commands.run("stats", *PLACE, cwd=place.work).out
+
+    counted(killed_and_run_again(commands, place, argv, pinned))
+
+
+def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
+    commands: Commands, place: Place, counted: Counted
+) -> None:
+    """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
+    script = (
+        "from ragblend.index import open_index\n"
+        "with open_index('index') as index:\n"
+        "    for source in index.sources()[::2]: index.remove_document(source)\n"
+        "    index.doom([], index.leftovers())\n"
+    )
+    succeeded(commands.run(cwd=place.work, script=script))
+    for name in ("amber", "copper", "ebony"):
+        (place.work / "corpus" / f"{name}.md").unlink()
+    for name in ("garnet", "hazel", "ivory"):
+        place.write(name)
+    place.keep()
+    gc = ("gc", "--orphans", *PLACE)
+    succeeded(commands.run(*INGEST, cwd=place.work))
+    whole = succeeded(commands.run(*gc, cwd=place.work))
+    wanted = state(place.work)
+    rng, num_kills, num_beside = random.Random(3), 0, 0
+    with Commands() as beside:
+        while num_kills < NUM_KILLS:
+            place.put_back()
+            done: list[Done] = []
+            ingestion = threading.Thread(target=lambda d=done: d.append(beside.run(*INGEST, cwd=place.work)))
+            ingestion.start()
+            killed = None
+            while killed is None or (ingestion.is_alive() and not killed.was_killed):
+                kill = Kill(rng.randrange(1, whole.count + 1), rng.uniform(0, 0.01))
+                killed = commands.run(*gc, cwd=place.work, kill=kill)
+                num_beside += 1
+            if killed.was_killed:
+                num_kills += 1
+                succeeded(commands.run(*gc, cwd=place.work))  # the ingestion may still be running
+            ingestion.join()
+            succeeded(done[0])
+            succeeded(commands.run("verify", *PLACE, cwd=place.work))  # before anything could prefill it again
+            succeeded(commands.run(*gc, cwd=place.work))
+            found = state(place.work)
+            assert found == wanted, difference(found, wanted, kill.after)
+            assert files_with(place.work / "kv", secret("amber")) == []
+    counted(f"{num_kills} kills of `gc --orphans` among {num_beside} beside an ingestion: no fresh entry lost")
+
+
+def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place: Place, counted: Counted) -> None:
+    far = place.work / "far"
+    argv = ("push", "--remote", f"file://{far}", "--store", "kv")
+
+    def all_there() -> None:
+        here = {path.name: path.read_bytes() for path in (place.work / "kv").glob("??/*.safetensors")}
+        assert {path.name: path.read_bytes() for path in far.rglob("*") if path.is_file()} == here
+
+    counted(killed_and_run_again(commands, place, argv, all_there))
+
+
+def test_push_over_keys_of_another_type_sends_what_it_says(
+    commands: Commands, place: Place, tmp_path: Path, counted: Counted
+) -> None:
+    redis = pytest.importorskip("redis")
+    for server in running_redis(tmp_path):
+        client = redis.Redis(port=server.port)
+        entries = {path.stem: path.read_bytes() for path in (place.work / "kv").glob("??/*.safetensors")}
+        push = ("push", "--remote", server.url, "--store", "kv", "--json")
+        succeeded(commands.run(*push, cwd=place.work))
+        names = sorted(client.keys())
+        for name in names[::2]:
+            client.delete(name)
+            client.lpush(name, "no entry")
+        num_planted = len(names[::2])
+        found = commands.run("ask", "Which amber?", "--max-tokens", "2", "--remote", server.url, *PLACE, cwd=place.work)
+        succeeded(found)
+        facts = succeeded(commands.run(*push, cwd=place.work)).facts
+        assert (facts["num_sent"], facts["num_known"]) == (num_planted, len(entries) - num_planted)
+        assert sorted(client.get(name) for name in names) == sorted(entries.values())
+        counted(f"push over {num_planted} lists in place of entries: as many sent, and there")
+
+
+def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
+    commands: Commands, place: Place, counted: Counted
+) -> None:
+    place.write("basalt", version=1)
+    place.write("copper", version=1)
+    (place.work / "corpus" / "denim.md").unlink()
+    place.write("garnet")
+
+    def no_old_word() -> None:
+        for name in ("basalt", "copper", "denim"):
+            assert files_with(place.work / "kv", secret(name)) == files_with(place.work / "index", secret(name)) == []
+
+    said = killed_and_run_again(commands, place, INGEST, no_old_word)
+    counted(f"{said}: no file tells an old word")

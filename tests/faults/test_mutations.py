@@ -1,0 +1,256 @@
+"""Bytes of every kind of file changed at random: no wrong answer, no traceback; whatever matters is found and mended.
+
+`RAGBLEND_FAULTS=full` makes 2,000 mutations. One that `verify` does not find must have changed nothing that is told:
+not an entry, a row, a pin, a vector or a note. One that it finds is mended by `verify --repair`, or by the way out that
+is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import faiss
+import pytest
+from commands import run_command
+from places import text_about
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.controller import MachineProfile
+from ragblend.engine.disk import DiskStore
+from ragblend.engine.machine import machine_facts, write_profile
+from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
+from ragblend.engine.protocols import Engine
+from ragblend.errors import RagblendError
+from ragblend.index import open_index
+from ragblend.maintenance import repair_store, verify_store
+from ragblend.precompute import ingest, open_engine_index, pin_document
+from ragblend.registry import registry_of
+
+pytestmark = pytest.mark.timeout(3600)
+
+FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
+NUM_PARTS = 4 if FULL else 1
+NUM_MUTATIONS = 500 if FULL else 60  # in each part
+EVERY_COMMAND = 25  # mutations between those whose repair is the command's, with an engine of its own
+KINDS = {
+    "entry": "kv/??/*.safetensors",
+    "registry": "kv/texts.sqlite",
+    "model note": "kv/models/*.json",
+    "pin": "kv/pins/*.json",
+    "profile": "kv/profiles/*.json",
+    "machine": "kv/machines/*.json",
+    "database": "index/chunks.sqlite",
+    "vectors": "index/vectors.faiss",
+    "manifest": "index/manifest.json",
+}
+LOSABLE = {"model note", "pin", "profile", "machine"}
+"""Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
+DOCUMENTED = {0, 1, 3, 4}
+QUESTION = "What is the secret of amber room 1?"
+
+Counted = Callable[[str], None]
+
+
+def flip(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def write_over(data: bytearray, rng: random.Random) -> None:
+    at = rng.randrange(len(data))
+    data[at : at + rng.randrange(1, 200)] = rng.randbytes(rng.randrange(1, 200))
+
+
+def cut(data: bytearray, rng: random.Random) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def lengthen(data: bytearray, rng: random.Random) -> None:
+    data += rng.randbytes(rng.randrange(1, 5000))
+
+
+def blank(data: bytearray, rng: random.Random) -> None:
+    at, length = rng.randrange(len(data)), rng.randrange(1, 4096)
+    data[at : at + length] = bytes(len(data[at : at + length]))
+
+
+def shuffle(data: bytearray, rng: random.Random) -> None:
+    """A page in another's place, as a disk that mixes up its writes leaves it."""
+    one, other = (rng.randrange(0, len(data), 512) for _ in range(2))
+    data[one : one + 512] = data[other : other + 512]
+
+
+MUTATIONS = (flip, flip, flip, write_over, cut, lengthen, blank, shuffle)
+
+
+def mutate(work: Path, kind: str, rng: random.Random) -> str:
+    """Change one file of that kind; what was done."""
+    paths = sorted(work.glob(KINDS[kind]))
+    path, way = rng.choice(paths), rng.random()
+    if way < 0.05 and kind not in LOSABLE:
+        path.unlink()
+        return f"{kind}: removed"
+    if way < 0.1 and len(paths) > 1:
+        path.write_bytes(rng.choice([each for each in paths if each != path]).read_bytes())
+        return f"{kind}: another's bytes"
+    if way < 0.13 and path.suffix == ".sqlite":
+        path.with_name(f"{path.name}-wal").write_bytes(rng.randbytes(8000))
+        return f"{kind}: a log of garbage"
+    change, data = rng.choice(MUTATIONS), bytearray(path.read_bytes())
+    change(data, rng)
+    path.write_bytes(data)
+    return f"{kind}: {change.__name__}"
+
+
+def told(work: Path) -> dict[str, Any]:
+    """All that an index and a store tell. Raises RagblendError where that is noticed to be damaged."""
+    disk = DiskStore(work / "kv", create=False)
+    with open_index(work / "index") as index, registry_of(disk) as registry:
+        vectors = {
+            row: hashlib.md5(index._vectors.reconstruct(row).tobytes()).hexdigest()
+            for row in faiss.vector_to_array(index._vectors.id_map).tolist()
+        }
+        return {
+            "entries": {path.stem: path.read_bytes() for path in work.glob(KINDS["entry"])},
+            "pins": disk.pins(),
+            "models": disk.models(),
+            "profiles": {path.name: path.read_bytes() for path in work.glob(KINDS["profile"])},
+            "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
+            "documents": index.documents(),
+            "files": index.files(),
+            "facts": replace(index.manifest, vectors_sha256="", generation=0),
+            "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
+            "vectors": vectors,
+            "texts": sorted(registry.texts()),
+            "stored": registry.stored(),
+            "held": sorted(registry.texts_of("")),
+        }
+
+
+def fill(work: Path) -> None:
+    (work / "corpus").mkdir(parents=True)
+    for name in ("amber", "basalt", "copper"):
+        (work / "corpus" / f"{name}.md").write_text(text_about(name))
+    with load_engine("demo", work / "kv") as engine:
+        bring_in(work, engine)
+        with open_index(work / "index") as index:
+            pin_document(index.sources()[0], engine, index)
+        disk = DiskStore(work / "kv")
+        points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, 0.0, 0.0, ratio) for ratio in (0.0, 1.0))
+        fit = Fit("cacheblend", 1, 0.5, True, 1.0, 0.9, 1.0, points)
+        prefix = tuple(engine.default_prefix_ids)
+        made = Profile(engine.fingerprint, prefix, "64 tokens", 1e9, "all", 20, "index", NoiseFloor(1.0, 0.0), (fit,))
+        disk.put_profile(made)
+        measured = MachineProfile(engine.fingerprint, machine_facts("cpu"), 4, 1024, ((100, 0.1), (200, 0.2)))
+        write_profile(work / "kv", measured)
+
+
+def bring_in(work: Path, engine: Engine) -> None:
+    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", neighbour_kv=True)
+
+
+def answered(work: Path, engine: Engine) -> tuple[Any, ...]:
+    """What is retrieved for a question, and the answer with everything recomputed that is not exact."""
+    with open_index(work / "index") as index:
+        hits = index.search(QUESTION, 3)
+    prompt = SegmentedPrompt([hit.chunk for hit in hits], QUESTION)
+    result = engine.generate(prompt, recompute_ratio=1.0, max_tokens=4)
+    return [hit.chunk.id for hit in hits], [hit.chunk.text for hit in hits], result.token_ids
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    work = tmp_path_factory.mktemp("mutations") / "work"
+    fill(work)
+    shutil.copytree(work, work.with_name("kept"))
+    yield work
+    shutil.rmtree(work.parent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
+    part: int, kept: Path, counted: Counted, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    work, rng = kept, random.Random(part)
+    place = ("--index", str(work / "index"), "--store", str(work / "kv"))
+    counts: Counter[str] = Counter()
+    problems = list[str]()
+    with load_engine("demo", work / "kv", memory_gib=0, on_miss="inline") as engine:
+        right, whole = answered(work, engine), told(work)
+
+        def survive(number: int, done: str) -> None:
+            what = f"mutation {number}: {done}"
+            try:
+                assert answered(work, engine) == right, f"{what}: another answer"
+                counts["right answers"] += 1
+            except RagblendError as error:
+                counts["answers refused" if error.exit_code in DOCUMENTED else what] += 1
+            capsys.readouterr()
+            code = run_command("verify", "--json", *place)
+            said = capsys.readouterr()
+            assert code in DOCUMENTED, (what, code, said)
+            if code == 0 and json.loads(said.out)["checked"] == len(whole["entries"]):
+                counts["of no consequence, or mended on the way"] += 1
+                assert told(work) == whole, f"{what}: not noticed"
+                return
+            assert code != 0, (what, said)
+            counts["found"] += 1
+            mend(work, engine, place, with_command=number % EVERY_COMMAND == 0, counts=counts)
+            capsys.readouterr()
+            code = run_command("verify", "--json", *place)
+            assert code == 0, (what, said, capsys.readouterr())
+            after = told(work)
+            for name in whole:
+                if name in ("profiles", "machines", "pins"):  # what cannot be known again is dropped, and said
+                    assert after[name].items() <= whole[name].items(), f"{what}: other {name}"
+                else:
+                    assert after[name] == whole[name], f"{what}: other {name}"
+            assert answered(work, engine) == right, f"{what}: another answer once it was mended"
+
+        for number in range(NUM_MUTATIONS):
+            for folder in ("kv", "index"):
+                shutil.rmtree(work / folder)
+                shutil.copytree(work.with_name("kept") / folder, work / folder)
+            done = mutate(work, rng.choice(list(KINDS)), rng)
+            try:
+                survive(number, done)
+            except Exception as error:  # all of them are told at the end
+                problems.append(f"{number}, {done}: {error!r}"[:600])
+            caplog.clear()
+    assert not problems, "\n".join([f"{len(problems)} of {NUM_MUTATIONS}", *problems])
+    listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    counted(f"{NUM_MUTATIONS} mutations of {len(KINDS)} kinds of files, no wrong answer: {listed}")
+
+
+def mend(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
+    """What a message would have somebody do: repair; where the database is gone, make the index again."""
+    try:
+        if with_command:
+            code = run_command("verify", "--repair", *place)
+            counts["mended by the command"] += code == 0
+            if code == 0:
+                return
+        report = verify_store(work / "kv", work / "index")
+        with closing(open_engine_index(work / "index", engine, create=False)) as index:
+            repair_store(report, engine, index)
+        if any(place.startswith("models/") for place in report.damaged_files):
+            load_engine("demo", work / "kv").close()
+        if not report.unrepaired:
+            counts["repaired"] += 1
+            return
+    except RagblendError as error:
+        counts["ways out named"] += error.exit_code in DOCUMENTED
+    shutil.rmtree(work / "index")
+    bring_in(work, engine)
+    run_command("verify", "--repair", *place)
+    counts["mended by ingesting again"] += 1

@@ -1,0 +1,230 @@
+"""Commands of ours by the hundred: one process imports everything and forks a child for each, so that a kill, a full
+disk or a mutated file costs a fraction of a second and not an import.
+
+    with Commands() as commands:
+        done = commands.run("verify", "--store", "kv", cwd=place, kill=Kill(after=3, delay_s=0.002))
+
+A child's moments are its changes of files (Python's audit events), counted from 1; a kill comes so long after one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+CHILD = r"""
+import atexit, fcntl, json, os, resource, select, signal, sys, threading, time, traceback
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+import torch
+torch.set_num_threads(1)
+import transformers, faiss, xxhash, safetensors, tokenizers
+from ragblend import cli, cli_store, maintenance, precompute, forgetting, llm, chains, vectorstores, llamaindex
+from ragblend.engine import transformers_engine, remote, remote_objects, remote_redis, vllm_launch
+from ragblend.demo import show, model, tokenizer
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.utime", "os.link", "sqlite3.connect"}
+
+
+def watch(root, tell):
+    # Every change of a file below `root`.
+    root = os.path.realpath(root)
+
+    def hook(event, args):
+        if event == "open":
+            path, mode, flags = args
+            if not isinstance(path, (str, bytes)) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+        elif event in CHANGES:
+            path = args[0]
+        else:
+            return
+        path = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+        if path.startswith("file://"):
+            path = path[7:]
+        if os.path.realpath(path).startswith(root):
+            tell()
+
+    sys.addaudithook(hook)
+
+
+def child(order, moments, out, err):
+    os.chdir(order["cwd"])
+    os.environ.update(order["env"])
+    for number, target in ((1, out), (2, err)):
+        os.dup2(target, number)
+    if order["limit_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit_bytes"],) * 2)
+    count = 0
+
+    def tell():
+        nonlocal count
+        count += 1
+        os.write(moments, count.to_bytes(4, "little"))
+
+    watch(order["root"], tell)
+    code = 0
+    try:
+        if order["script"]:
+            exec(compile(order["script"], "script", "exec"), {"__name__": "__main__", "argv": order["argv"]})
+        else:
+            sys.argv = ["ragblend", *order["argv"]]
+            cli.main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def said(pipe):
+    os.set_blocking(pipe, False)
+    data = os.read(pipe, SAID_BYTES)
+    os.close(pipe)
+    return data.decode("utf-8", "replace")
+
+
+def pipe():
+    # Not a file: what a command says is to be heard with a file-size limit of nothing, too.
+    ends = os.pipe()
+    fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, SAID_BYTES)
+    return ends
+
+
+SAID_BYTES = 1 << 20
+print("ready", flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    reader, writer = os.pipe()
+    outs, errs = pipe(), pipe()
+    start_s = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        child(order, writer, outs[1], errs[1])
+    for end in (writer, outs[1], errs[1]):
+        os.close(end)
+    kill, until_s, killed, count = order["kill"], start_s + order["timeout_s"], False, 0
+    due_s = start_s + kill["delay_s"] if kill and kill["after"] == 0 else None
+    while True:
+        now_s = time.monotonic()
+        wait_s = until_s - now_s if due_s is None else min(due_s, until_s) - now_s
+        if wait_s <= 0:
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+            break
+        if not select.select([reader], [], [], wait_s)[0]:
+            continue
+        data = os.read(reader, 4)
+        if not data:
+            break
+        count = int.from_bytes(data, "little")
+        if kill and due_s is None and count >= kill["after"]:
+            due_s = time.monotonic() + kill["delay_s"]
+    os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    elapsed_s = time.monotonic() - start_s
+    facts = {"code": code, "count": count, "elapsed_s": elapsed_s, "killed": killed}
+    print(json.dumps({**facts, "out": said(outs[0]), "err": said(errs[0])}), flush=True)
+"""
+
+
+class Kill(NamedTuple):
+    """SIGKILL, `delay_s` after the change of a file with that number (0: after the start)."""
+
+    after: int
+    delay_s: float = 0.0
+
+
+class Done(NamedTuple):
+    """How a command ended. `code` is negative for a signal; `count`: the changes of files that were seen."""
+
+    code: int
+    out: str
+    err: str
+    count: int
+    elapsed_s: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `--json` printed."""
+        facts: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return facts
+
+    @property
+    def was_killed(self) -> bool:
+        return self.code == -9
+
+
+class Commands:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def run(
+        self,
+        *argv: str | Path,
+        cwd: Path,
+        script: str = "",
+        kill: Kill | None = None,
+        limit_bytes: int | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+    ) -> Done:
+        """`ragblend ARGV` in the folder `cwd`, or a Python script that finds `argv`, until it ends or is killed."""
+        order = {
+            "argv": [os.fspath(each) for each in argv],
+            "cwd": str(cwd),
+            "root": str(cwd),
+            "script": script,
+            "kill": kill._asdict() if kill else None,
+            "limit_bytes": limit_bytes,
+            "env": dict(env or {}),
+            "timeout_s": timeout_s,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        facts = json.loads(self._process.stdout.readline())
+        if facts["killed"] and not kill:
+            raise AssertionError(f"{argv} took longer than {timeout_s} s: {facts['out']}{facts['err']}")
+        return Done(facts["code"], facts["out"], facts["err"], facts["count"], facts["elapsed_s"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,50 @@
+"""A small corpus with an index and a store in a folder of its own, which is put back as it was between commands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from forked import Done
+
+PLACE = ("--index", "index", "--store", "kv")
+INGEST = ("ingest", "corpus", "--chunk-size", "64", "--embedder", "hashing", "--neighbour-kv", *PLACE)
+
+
+def text_about(name: str, version: int = 0) -> str:
+    """Several chunks, each with a word that stands nowhere else."""
+    return "\n\n".join(
+        f"The {name} of room {number} has the secret {secret(name, version)}{number} and {number + 3} windows. "
+        f"Anna, who paints {name} walls, gave it {number * 7} chairs, a lamp, a long table and a red door in May."
+        for number in range(4)
+    )
+
+
+def secret(name: str, version: int = 0) -> str:
+    return f"Qx{name}zv{version}n"
+
+
+class Place(NamedTuple):
+    """A working folder, and what it is put back to before each kill: names in the index are absolute."""
+
+    work: Path
+    kept: Path
+
+    def keep(self) -> None:
+        shutil.rmtree(self.kept, ignore_errors=True)
+        shutil.copytree(self.work, self.kept)
+
+    def put_back(self) -> None:
+        shutil.rmtree(self.work)
+        shutil.copytree(self.kept, self.work)
+
+    def write(self, name: str, version: int = 0) -> None:
+        (self.work / "corpus").mkdir(exist_ok=True)
+        (self.work / "corpus" / f"{name}.md").write_text(text_about(name, version))
+
+
+def succeeded(done: Done, *codes: int) -> Done:
+    assert done.code in (codes or (0,)), done
+    assert "Traceback" not in done.err, done.err
+    return done
