@@ -172,8 +172,8 @@ RULES: dict[str, Rule] = {
 # Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.
 # A model of 5 layers says little about where a deep one's questions look.
 SHALLOW = "repair"
-# On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` several times closer than
-# all others (`benchmarks/closeness.py`, data/results/closeness.json).
+# On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` the closest rule
+# (`benchmarks/closeness.py`, data/results/closeness.json).
 DEFAULT = "ask"
 DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
 FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
