@@ -715,8 +715,10 @@ def test_control_tokens_and_separators_in_user_text_are_text(engine: Transformer
 def test_a_store_of_another_model(tmp_path: Path) -> None:
     store = tmp_path / "kv"
     load_engine("demo", store=store).close()
-    note = next(store.glob("models/*.json"))
-    note.rename(note.with_name("0" * len(note.stem) + ".json"))  # as if another model had made it
+    disk = DiskStore(store)
+    ((fingerprint, facts),) = disk.models().items()
+    disk.drop_note(f"models/{fingerprint}.json")
+    disk.put_model("0" * len(fingerprint), facts)  # as if another model had made it
     with pytest.raises(StoreMismatchError, match="another --store"):
         ChatBlend(model="demo", store=store)
 

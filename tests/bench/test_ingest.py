@@ -29,7 +29,8 @@ def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothi
     first, second = result.known
     assert first.chunks == second.chunks >= 30
     assert (first.num_new_kv, first.num_known_kv) == (first.chunks, 0)
-    assert first.num_prefilled_tokens == 30 * module.KNOWN_CHUNK_TOKENS
+    extra = first.num_prefilled_tokens - 30 * module.KNOWN_CHUNK_TOKENS
+    assert 0 <= extra < 32, "a short pass is filled up, so that a chunk has the same bits alone and among others"
     assert (second.num_new_kv, second.num_known_kv, second.num_prefilled_tokens) == (0, second.chunks, 0)
     assert len(table_lines(result)) == 7
 
