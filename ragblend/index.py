@@ -308,7 +308,11 @@ class ChunkIndex:
         return not self._changed and not self._is_behind
 
     def save(self) -> None:
-        """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds."""
+        """Write `vectors.faiss` and `manifest.json`, each whole or not at all; killed in between, open rebuilds.
+
+        Before that the database's log is emptied into it, so that the manifest knows of no change that is not durable.
+        """
+        self._db.truncate_log()
         with self._db.writing():  # other processes that save wait here
             self._catch_up()
             data = faiss.serialize_index(self._vectors).tobytes()
@@ -335,14 +339,13 @@ class ChunkIndex:
             problems = [str(error)]
         stored = self._read_vectors()
         if stored.damage:
-            return [*problems, stored.damage]
-        with self._db.reading():
-            lost = stored.generation - self._db.generation()
-        if lost > 0:
-            problems.append(
-                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
-                "or an older copy was put back. Ingest the documents again"
-            )
+            problems.append(stored.damage)
+        try:
+            with self._db.reading():
+                self._check_generation(stored.generation)
+        except CorruptError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
         return problems
 
     def close(self) -> None:
@@ -451,7 +454,7 @@ class ChunkIndex:
 
     class _Stored(NamedTuple):
         vectors: Any  # faiss.IndexIDMap2, or None when damaged
-        generation: int = -1
+        generation: int = -1  # that the manifest names; -1 where it cannot be read
         damage: str = ""
 
     def _open_vectors(self, is_new: bool) -> None:
@@ -466,8 +469,9 @@ class ChunkIndex:
         if not stored.damage:
             self._vectors, self._generation = stored.vectors, stored.generation
         with self._db.reading():
+            self._check_generation(stored.generation)
             self._catch_up(force=True)
-        self._is_behind = self._generation != stored.generation
+        self._is_behind = bool(stored.damage) or self._generation != stored.generation
         if stored.damage:
             logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
             try:
@@ -488,10 +492,10 @@ class ChunkIndex:
             return self._Stored(None, damage=f"{self.path / MANIFEST} is damaged")
         # Compared before the native parser sees the bytes: it is not made for hostile ones.
         if hashlib.sha256(data).hexdigest() != sha256:
-            return self._Stored(None, damage=f"{self.path / VECTORS} does not match its checksum")
+            return self._Stored(None, generation, f"{self.path / VECTORS} does not match its checksum")
         vectors = faiss.deserialize_index(np.frombuffer(data, np.uint8))
         if vectors.d != self._made_by.dim:
-            return self._Stored(None, damage=f"{self.path / VECTORS} belongs to another index")
+            return self._Stored(None, generation, f"{self.path / VECTORS} belongs to another index")
         self._vectors_sha256 = sha256
         return self._Stored(vectors, generation)
 
@@ -504,8 +508,7 @@ class ChunkIndex:
         generation = self._db.generation()
         if generation == self._generation and not force:
             return
-        if generation < self._generation:  # an older database was put back
-            self._reset()
+        self._check_generation(self._generation)
         wanted, changed = self._db.ids(), self._db.ids(newer_than=self._generation)
         held = faiss.vector_to_array(self._vectors.id_map)
         stale = held[~np.isin(held, wanted) | np.isin(held, changed)]
@@ -518,6 +521,15 @@ class ChunkIndex:
             self._vectors.add_with_ids(vectors.astype(np.float32), np.array([row.id for row in rows], np.int64))
         self._generation = generation
         assert self._vectors.ntotal == wanted.size
+
+    def _check_generation(self, known: int) -> None:
+        """Raise CorruptError when the database, whose counts only grow, has fewer changes than were `known` once."""
+        lost = known - self._db.generation()
+        if lost > 0:
+            raise CorruptError(
+                f"{self.path / DATABASE} lacks the last {lost} changes that {MANIFEST} knows of: its log was damaged, "
+                f"or an older copy was put back. {reingest(self.path)}"
+            )
 
     def _manifest(self) -> Manifest:
         facts = self._db.facts()

@@ -161,11 +161,15 @@ def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: Ch
             try:
                 with registry_of(disk) as registry:
                     registry.drop_damaged()
+                    is_sound = not registry.problems()
             except CorruptError:
-                drop_registry(disk.root)
+                is_sound = False
             except RagblendError:
                 report.unrepaired.append(reason)
                 continue
+            if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
+                drop_registry(disk.root)
+                report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place]}")
             _note_stored(disk)
         elif place in still:
             disk.drop_note(place)
@@ -187,6 +191,7 @@ _WHAT_IT_WAS = {
     "models": "an engine of that model notes itself again",
     "profiles": "make it again: ragblend calibrate",
     "machines": "make it again: ragblend profile",
+    REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
 
 

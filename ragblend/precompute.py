@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -112,29 +112,34 @@ def ingest(
     tell = progress or (lambda stage, done, total: None)
     own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine)]
     found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
-    opened = index if isinstance(index, ChunkIndex) else open_engine_index(index, engine, embedder, chunk_size)
-    cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
-    followed = follow(opened, found, cut, tell, keep_missing=keep_missing, max_file_mib=max_file_mib)
-    report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
-    report.num_updated, report.removed = followed.num_updated, followed.removed
-    report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
-    report.num_removed_kv, problem = sweep(opened, engine)
-    if problem:
-        logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)
-    if not followed.sources and not followed.failures and not followed.removed:
-        raise EmptyCorpusError(_nothing(paths, glob, report))
-    chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
-    report.num_chunks = len(chunks)
-    report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
-    if precompute and chunks:
-        precompute_chunks(with_neighbours(chunks) if neighbour_kv else chunks, engine, tell, report, say)
-        indexed = set(followed.sources).difference(opened.sources("precomputed"))
-        opened.set_status(indexed, "precomputed")
-        _pin_again(followed.sources, engine, opened)
-    if say is not None:
-        for folder, num_files in moved_from(opened, followed, found).items():
-            say(f"{num_files} of these files were in {shown(folder)} and are gone from there; to drop their old "
-                f"documents: ragblend remove {shown(folder)}")  # fmt: skip
+    # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
+    with (
+        nullcontext(index)
+        if isinstance(index, ChunkIndex)
+        else open_engine_index(index, engine, embedder, chunk_size) as opened
+    ):
+        cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
+        followed = follow(opened, found, cut, tell, keep_missing=keep_missing, max_file_mib=max_file_mib)
+        report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
+        report.num_updated, report.removed = followed.num_updated, followed.removed
+        report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
+        report.num_removed_kv, problem = sweep(opened, engine)
+        if problem:
+            logger.warning("what is gone stays in the remote tier (%s); the next ingestion drops it there", problem)
+        if not followed.sources and not followed.failures and not followed.removed:
+            raise EmptyCorpusError(_nothing(paths, glob, report))
+        chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
+        report.num_chunks = len(chunks)
+        report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+        if precompute and chunks:
+            precompute_chunks(with_neighbours(chunks) if neighbour_kv else chunks, engine, tell, report, say)
+            indexed = set(followed.sources).difference(opened.sources("precomputed"))
+            opened.set_status(indexed, "precomputed")
+            _pin_again(followed.sources, engine, opened)
+        if say is not None:
+            for folder, num_files in moved_from(opened, followed, found).items():
+                say(f"{num_files} of these files were in {shown(folder)} and are gone from there; to drop their old "
+                    f"documents: ragblend remove {shown(folder)}")  # fmt: skip
     report.store_bytes = disk_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report

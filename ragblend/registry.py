@@ -338,11 +338,12 @@ class ChunkRegistry:
             connection.execute("COMMIT")
 
     def stored(self) -> dict[str, str]:
-        """Keys of entries that were stored and not deleted since, with their model's fingerprint."""
+        """Keys of entries that were stored and not deleted since, with their model's fingerprint; of sound rows."""
         with self._current() as connection:
             if connection is None:
                 return dict(self._stored)
-            return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} ORDER BY key").fetchall())
+            sound = "WHERE checksum IS row_checksum(key, fingerprint)"  # a damaged key may name no file at all
+            return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} {sound} ORDER BY key").fetchall())
 
     # --- its bytes ---
 

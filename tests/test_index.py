@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
@@ -425,13 +426,38 @@ def test_threads_share_one_index(folder):
     assert answers == ["Black tea is fully oxidised."] * 8
 
 
-def test_an_older_database_put_back_is_followed(folder):
+def test_an_older_database_put_back_is_said(folder):
     old = (folder / DATABASE).read_bytes()
     with reopen(folder) as index:
         index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
     (folder / DATABASE).write_bytes(old)
-    with reopen(folder) as index:
-        assert len(index.search("penguins swim", 20)) == 7
+    with pytest.raises(CorruptError, match=r"lacks the last 1 changes .* older copy was put back\. Delete .* ingest"):
+        reopen(folder)
+
+
+def test_what_is_saved_does_not_stand_in_the_log_alone(folder):
+    index = reopen(folder)
+    index.add_document("new.txt", "h", [Chunk("Penguins swim.", "new.txt")])
+    index.save()
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    index.close()  # which would have emptied the log
+    with reopen(copy) as copied:
+        assert best(copied, "penguins swim") == "Penguins swim."
+
+
+def test_changes_lost_with_the_log_are_said(folder):
+    index = reopen(folder)
+    for name in ("one.txt", "two.txt"):
+        index.add_document(name, "h", [Chunk(f"Penguins swim in {name}.", name)])
+    with index.holding():  # so that the log is not emptied
+        index.save()
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    index.close()
+    (copy / f"{DATABASE}-wal").write_bytes(b"garbage" * 1000)
+    with pytest.raises(CorruptError, match="lacks the last 2 changes"):
+        reopen(copy)
 
 
 def test_a_read_only_folder_is_searched(folder, monkeypatch):

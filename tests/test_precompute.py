@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_ingest_stores_the_kv_of_every_chunk(corpus, engine, tmp_path):
     assert all(engine.is_stored(chunk) for chunk in chunks)
     num_tokens = sum(len(engine.segmenter.chunk_ids(chunk)) for chunk in chunks)
     assert report.new_kv_bytes == num_tokens * engine.bytes_per_token
+
+
+@pytest.mark.parametrize("texts", [TEXTS, {"empty.txt": " "}], ids=["documents", "nothing"])
+def test_an_index_opened_for_ingestion_is_saved_and_closed(texts, corpus, engine, tmp_path):
+    for path in corpus.iterdir():
+        path.unlink()
+    for name, text in texts.items():
+        (corpus / name).write_text(text)
+    with suppress(EmptyCorpusError):
+        run(corpus, engine, tmp_path)
+    found = sorted(path.name for path in (tmp_path / "index").iterdir())
+    assert found == ["chunks.sqlite", "manifest.json", "vectors.faiss"]
+    with open_index(tmp_path / "index") as index:
+        assert index.is_saved
 
 
 def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
