@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm test-real real-model lint test-faults notebooks clean
+.PHONY: demo check test test-vllm test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## ingest a small corpus with the embedded model and answer from fused KV
 	$(BIN)/ragblend demo
+
+check: lint  ## style, types, floors of imports, secrets in the source
 
 test: $(STAMP) lint  ## everything that must hold, small fault counts
 	$(BIN)/python -m pytest

@@ -44,7 +44,7 @@ def bench_ttft(
     ratio: Annotated[float, typer.Option("--ratio")] = 0.15,
     modes: Annotated[str, typer.Option("--modes", help="Comma-separated.")] = "full,prefix,reuse,blend",
     rules: Annotated[
-        str, typer.Option("--rules", help="Comma-separated: auto, repair, cacheblend, cacheblend_k, first_k, ...")
+        str, typer.Option("--rules", help="Comma-separated: auto, ask, cacheblend, cacheblend_k, first_k, ...")
     ] = "cacheblend",
     dtype: Annotated[str, typer.Option("--dtype")] = "float32",
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")] = None,

@@ -148,7 +148,7 @@ def number_tokenizer(vocab_size: int) -> Any:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({str(index): index for index in range(vocab_size)}, unk_token="0"))
+    words = Tokenizer(WordLevel({str(index): index for index in range(vocab_size)}, unk_token="0"))  # noqa: S106 (a token of text)
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
