@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 import transformers, faiss, xxhash, safetensors, tokenizers
 from ragblend import cli, cli_store, maintenance, precompute, forgetting, llm, chains, vectorstores, llamaindex
 from ragblend.engine import transformers_engine, remote, remote_objects, remote_redis, vllm_launch
-from ragblend.demo import show, model, tokenizer
+from ragblend.demo import show, tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
