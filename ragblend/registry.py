@@ -23,7 +23,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 from ragblend.engine.directory import refusal, remove_file
-from ragblend.errors import StoreMismatchError
+from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.sqlitefile import connect, row_checksum, translated, truncate_log
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _SCHEMA = (
     "(key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
     f"PRAGMA user_version = {_VERSION}",
 )
+_TABLES = {sql.split()[5]: sql.replace("IF NOT EXISTS ", "") for sql in _SCHEMA if "CREATE TABLE" in sql}
 _DAMAGED_ROWS = {
     "texts": f"FROM {_TABLE} WHERE key IS NOT text_key(text)",  # their key is their checksum
     "holders of texts": f"FROM {_HOLDERS} WHERE checksum IS NOT row_checksum(document, key)",
@@ -501,13 +502,18 @@ def _open(path: Path) -> sqlite3.Connection:
         connection = connect(path, f"Move {path} away", create=True)
     try:
         connection.create_function("text_key", 1, _key, deterministic=True)
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if _TABLE not in tables and tables:
+        tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall())
+        if tables and tables.keys().isdisjoint(_TABLES):
             raise StoreMismatchError(
                 f"{path} is not a registry of chunk texts (it holds the tables {', '.join(sorted(tables))}); "
                 "keep the index and the store in different folders: --index DIR --store OTHER_DIR"
             )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
+        has_schema = all(tables.get(name) == sql for name, sql in _TABLES.items())
+        if tables and has_schema != (version == _VERSION):  # other versions have other tables
+            raise CorruptError(
+                f"{path} is damaged (version {version} with other tables than that has). {_way_out(path)}"
+            )
         if tables and version != _VERSION:
             raise StoreMismatchError(
                 f"{path} is version {version} of a registry, this ragblend reads {_VERSION}; delete it and ingest the "
@@ -526,9 +532,15 @@ def _open(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    way_out = f"Mend it: ragblend verify --repair --store {path.parent}; or delete it and ingest the documents again"
-    with translated(path, f"{way_out}: stored KV is found, not recomputed"):
+    with translated(path, _way_out(path)):
         yield
+
+
+def _way_out(path: Path) -> str:
+    return (
+        f"Mend it: ragblend verify --repair --store {path.parent}; or delete it and ingest the documents again: stored "
+        "KV is found, not recomputed"
+    )
 
 
 _OPEN: WeakSet[ChunkRegistry] = WeakSet()

@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
@@ -154,6 +155,22 @@ def test_an_index_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(StoreMismatchError, match="different folders"):
         ChunkRegistry(tmp_path / "chunks.sqlite")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["PRAGMA user_version = 6", "UPDATE sqlite_master SET name = 'regiStered_texts' WHERE name = 'registered_texts'"],
+)
+def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
+    damage: str, tmp_path: Path
+) -> None:
+    with ChunkRegistry(tmp_path / REGISTRY_FILE) as registry:
+        registry.add([LONG])
+    with closing(sqlite3.connect(tmp_path / REGISTRY_FILE, isolation_level=None)) as file:
+        file.execute("PRAGMA writable_schema = 1")
+        file.execute(damage)
+    with pytest.raises(CorruptError, match="verify --repair"):
+        ChunkRegistry(tmp_path / REGISTRY_FILE)
 
 
 def test_a_failed_write_leaves_the_registry_usable(tmp_path: Path) -> None:
