@@ -176,7 +176,9 @@ SHALLOW = "repair"
 # (`benchmarks/closeness.py`, data/results/closeness.json).
 DEFAULT = "ask"
 DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
-FALLBACK = "cacheblend_k"  # where running the question ahead does not pay, see `probe_pays`
+# Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
+# questions that are not reported (`--part selection`, data/results/closeness-selection.json).
+FALLBACK = "cacheblend"
 
 
 def find_rule(name: str, num_layers: int = DEEP) -> Rule:
