@@ -178,7 +178,7 @@ def main(
                 "questions": questions.name, "part": part, "num_chunks": NUM_CHUNKS, "chunk_tokens": CHUNK_TOKENS,
                 "answer_tokens": ANSWER_TOKENS, "order": "score", "base": BASE._asdict(), "threads": threads,
             },
-            "model": engine.name,
+            "model": Path(engine.name).name,  # where it lies says nothing elsewhere
             "fingerprint": engine.fingerprint,
             "num_layers": engine.layers.num_layers,
             "runs": summarise(records),

@@ -172,7 +172,9 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     lines += [_option_line(option) for option in plan.options]
     if cheapest is None:
-        return [*lines, "every device adds delay: a faster one, a higher ratio or fewer bytes (--dtype) would help"]
+        ways = ["a faster one", "a higher ratio"]
+        ways += ["a rule that does not wait for all KV (--rule cacheblend)"] if need.asks_first else []
+        return [*lines, f"every device adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 
 

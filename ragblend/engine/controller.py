@@ -285,7 +285,7 @@ class Option:
     load_s: float  # T_load of one prompt's chunks
     recompute_s: float  # T_recompute at the ratio asked for
     ttft_s: float  # both, in the pipeline
-    adds_delay: bool  # loading takes longer than recomputing, or does not run beside it
+    adds_delay: bool  # loading takes longer than recomputing; where it does not run beside it, more than a tenth
     hidden_ratio: float  # so much can be recomputed behind loading; at least the ratio asked for
     pays: bool  # it is faster than full prefill
     gb_per_1000_chunks: float
@@ -307,6 +307,11 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return asdict(self)
+
+
+SLIGHT = 0.1
+"""Loading that no recompute hides counts as a delay from this share of it on: in the pipeline, loading that takes as
+long as recomputing costs as much (docs/loading.md)."""
 
 
 def plan(profile: MachineProfile, devices: Sequence[Device], need: Need) -> Plan:
@@ -335,7 +340,7 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s or need.asks_first or not profile.overlaps,
+        adds_delay=load_s > recompute_s * (SLIGHT if need.asks_first else 1.0) or not profile.overlaps,
         hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s, need.asks_first), full_s, profile.shares),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,

@@ -316,3 +316,17 @@ def test_interpolation_runs_through_its_points() -> None:
     assert [last_within(curve, y) for y in (0.5, 1.0, 3.0, 9.0, 99.0)] == [0.0, 0.0, 4.0, 6.0, 6.0]
     for low, high in itertools.pairwise([index / 10 for index in range(80)]):
         assert interpolate(curve, low) <= interpolate(curve, high)
+
+
+def test_a_rule_that_asks_first_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
+    profile = machine()
+    need = Need(ratio=0.15)
+    asking = replace(need, asks_first=True)
+    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
+    for share, delays in ((0.05, False), (0.5, True)):
+        device = Device("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
+        hidden, waited = (plan(profile, [device], each).options[0] for each in (need, asking))
+        assert (hidden.adds_delay, waited.adds_delay) == (False, delays)
+        assert waited.ttft_s == pytest.approx((1 + share) * recompute_s)
+        assert waited.hidden_ratio == need.ratio
+        assert plan(profile, [device], asking).chosen == (None if delays else "some")
