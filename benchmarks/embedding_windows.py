@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.embedders import FloatArray, MiniLMEmbedder, _cut, _Window
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.corpus.embedders import FloatArray, MiniLMEmbedder, _cut, _Window
 
 KS = (1, 3, 6)
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ragblend.bench.common.workloads import PREFIX_TOKENS, make_prompts
 from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
-from ragblend.bench.workloads import PREFIX_TOKENS, make_prompts
-from ragblend.cli_support import err, json_object, print_json, quiet_libraries, use_threads
-from ragblend.engine.vllm_answer import INGEST_AT_ONCE
+from ragblend.cli.support import err, json_object, print_json, quiet_libraries, use_threads
+from ragblend.engine.vllm.answer import INGEST_AT_ONCE
 from ragblend.errors import UsageError
-from ragblend.segments import Chunk, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.engine.vllm.engine import VllmEngine
 
 SCHEMA_VERSION = 1
 

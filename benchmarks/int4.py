@@ -13,8 +13,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ragblend.engine.kv import LayerKV, MemoryKV
-from ragblend.engine.quantize import NUM_FIRST
+from ragblend.engine.store.kv import LayerKV, MemoryKV
+from ragblend.engine.store.quantize import NUM_FIRST
 
 GROUPS: Mapping[str, int] = {"int4/32": 32, "int4/64": 64}
 """Elements that share a scale, by the name of the row."""

@@ -36,11 +36,8 @@ from benchmarks.kv_dtypes_answers import (
     over,
     show_answers,
 )
-from ragblend.bench.hardware import card_lines, hardware_card
-from ragblend.bench.quality_cases import make_items
-from ragblend.bench.quality_runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
-from ragblend.bench.ttft import threads
-from ragblend.bench.workloads import (
+from ragblend.bench.common.hardware import card_lines, hardware_card
+from ragblend.bench.common.workloads import (
     PREFIX_TOKENS,
     find_dtype,
     find_shape,
@@ -48,17 +45,21 @@ from ragblend.bench.workloads import (
     random_model,
     synthetic_segmenter,
 )
-from ragblend.cli_support import err, quiet_libraries, split_names, use_threads
+from ragblend.bench.quality.cases import make_items
+from ragblend.bench.quality.runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
+from ragblend.bench.ttft import threads
+from ragblend.cli.support import err, quiet_libraries, split_names, use_threads
 from ragblend.demo.cases import Setting
-from ragblend.engine import load_engine, open_store
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.generation import Request
-from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
-from ragblend.engine.protocols import KVStore
-from ragblend.engine.quantize import CODE_DTYPES
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
-from ragblend.engine.transformers_layers import TransformersLayers
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name, in_memory
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import int4
-from ragblend.bench.quality_runs import FULL, Answer, Configuration, Item, answer, is_exact, kl, request_for
-from ragblend.engine.chunk_file import encode_chunk
-from ragblend.engine.kv import LayerKV, MemoryKV, in_memory, stored_as
-from ragblend.engine.protocols import KVStore
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.bench.quality.runs import FULL, Answer, Configuration, Item, answer, is_exact, kl, request_for
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.kv import LayerKV, MemoryKV, in_memory, stored_as
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
 
 AUTO = "auto"  # as computed

@@ -23,12 +23,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.bench.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.chunker import split
-from ragblend.documents import Document, open_source, read_documents
+from ragblend.corpus.documents import Document, open_source, read_documents
+from ragblend.corpus.texts import ChunkRegistry
 from ragblend.errors import NotADocumentError
-from ragblend.recovery import recover
-from ragblend.registry import ChunkRegistry
+from ragblend.frameworks.boundaries import recover
 
 SCHEMA_VERSION = 1
 MB = 1_000_000
@@ -63,7 +63,8 @@ def cut_and_count(text: str) -> Work:
     from transformers import AutoTokenizer
 
     import ragblend.demo
-    from ragblend.segments import Segmenter, prompt_format
+    from ragblend.prompt.formats import prompt_format
+    from ragblend.prompt.segmenter import Segmenter
 
     folder = Path(ragblend.demo.__file__).parent / "weights"
     tokenizer = AutoTokenizer.from_pretrained(folder)

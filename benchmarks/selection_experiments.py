@@ -32,16 +32,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.bench.quality import Asked, run_items
-from ragblend.bench.quality_cases import make_items
-from ragblend.bench.quality_pairs import GROUPS, differences
-from ragblend.bench.quality_runs import Configuration, Engines, Record, configurations, rows_of
-from ragblend.cli_support import one_thread, quiet_libraries, split_names, split_numbers
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.quality.cases import make_items
+from ragblend.bench.quality.pairs import GROUPS, differences
+from ragblend.bench.quality.runs import Configuration, Engines, Record, configurations, rows_of
+from ragblend.bench.quality.study import Asked, run_items
+from ragblend.cli.support import one_thread, quiet_libraries, split_names, split_numbers
 from ragblend.demo.cases import Setting
-from ragblend.engine import load_engine, transformers_engine
-from ragblend.engine.fusor import FusedKV, FusePlan
-from ragblend.engine.selection import RULES, Check, Evidence, Rule, repair
+from ragblend.engine.fusion.fuse import FusedKV, FusePlan
+from ragblend.engine.fusion.rules import RULES, Check, Evidence, Rule, repair
+from ragblend.engine.hf import engine as transformers_engine
+from ragblend.engine.load import load_engine
 
 RATIOS = (0.05, 0.10, 0.15)
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.engine.chunk_file import Demands, decode_chunk, encode_chunk
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import DTYPES, KVHeader, LayerKV, MemoryKV, in_memory
-from ragblend.engine.signing import StoreKey
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.engine.store.chunk_file import Demands, decode_chunk, encode_chunk
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, in_memory
+from ragblend.engine.store.signing import StoreKey
 
 
 def random_chunk(num_tokens: int, num_layers: int, heads: int, dim: int, dtype: str) -> MemoryKV:

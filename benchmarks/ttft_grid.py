@@ -17,13 +17,13 @@ from typing import Any, cast
 import numpy as np
 import typer
 
-from ragblend.bench.output import check_plot, on_terminal, present
-from ragblend.bench.plots import require_matplotlib
+from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.plots import require_matplotlib
+from ragblend.bench.common.workloads import find_dtype
 from ragblend.bench.ttft import SCHEMA_VERSION, TtftConfig, TtftResult, TtftRun, run_ttft
-from ragblend.bench.workloads import find_dtype
-from ragblend.cli_support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
-from ragblend.engine.kv import dtype_name
+from ragblend.cli.support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
 from ragblend.engine.report import Mode
+from ragblend.engine.store.kv import dtype_name
 from ragblend.errors import UsageError
 
 

@@ -10,25 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragblend.engine import load_engine, open_store
     from ragblend.engine.generation import Conversation
+    from ragblend.engine.load import load_engine
+    from ragblend.engine.store.open import open_store
     from ragblend.index import open_index
     from ragblend.llm import BlendLLM, ChatBlend
     from ragblend.precompute import ingest
-    from ragblend.segments import Chunk, SegmentedPrompt
+    from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BlendLLM": "ragblend.llm",
     "ChatBlend": "ragblend.llm",
-    "Chunk": "ragblend.segments",
+    "Chunk": "ragblend.prompt.prompt",
     "Conversation": "ragblend.engine.generation",
-    "SegmentedPrompt": "ragblend.segments",
+    "SegmentedPrompt": "ragblend.prompt.prompt",
     "ingest": "ragblend.precompute",
-    "load_engine": "ragblend.engine",
+    "load_engine": "ragblend.engine.load",
     "open_index": "ragblend.index",
-    "open_store": "ragblend.engine",
+    "open_store": "ragblend.engine.store.open",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """`python -m ragblend` is the command line."""
 
-from ragblend.cli import main
+from ragblend.cli.app import main
 
 main()

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragblend.chat import REPHRASE
 from ragblend.errors import UsageError
+from ragblend.frameworks.conversation import REPHRASE
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llm import BlendLLM, ChatBlend
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ragblend.documents import Document, iter_documents, load_documents
+from ragblend.corpus.documents import Document, iter_documents, load_documents
+from ragblend.corpus.folders import ReadFailure
 from ragblend.errors import UsageError
-from ragblend.folders import ReadFailure
-from ragblend.segments import Chunk
+from ragblend.prompt.prompt import Chunk
 
 __all__ = [
     "Document",

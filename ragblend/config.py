@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
-from ragblend.files import read_file
+from ragblend.files.reading import read_file
 from ragblend.redaction import redacted
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Chunks on disk with their vectors: add, replace, remove, search. No pickle, every write whole or not at all.
 
-`chunks.sqlite` is the truth (see `chunkdb`). `vectors.faiss` is derived from it, and rebuilt whenever it is missing,
+`chunks.sqlite` is the truth (see `database`). `vectors.faiss` is derived from it, and rebuilt whenever it is missing,
 damaged or behind; `manifest.json` says what made both. One machine, one writer at a time, any number of readers.
 Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_catch_up`.
 """
@@ -22,14 +22,14 @@ import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.chunkdb import DATABASE, ChunkDatabase, reingest
-from ragblend.chunkrows import SCHEMA_VERSION, DocumentChange, Doomed, FileNote, Leftovers, Row, text_hash
-from ragblend.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
-from ragblend.engine.directory import Directory
-from ragblend.engine.sealed import seal, unseal
+from ragblend.corpus.database import DATABASE, ChunkDatabase, reingest
+from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
+from ragblend.corpus.rows import SCHEMA_VERSION, DocumentChange, Doomed, FileNote, Leftovers, Row, text_hash
+from ragblend.engine.store.sealed import seal, unseal
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
-from ragblend.files import read_file
-from ragblend.segments import Chunk
+from ragblend.files.directory import Directory
+from ragblend.files.reading import read_file
+from ragblend.prompt.prompt import Chunk
 
 logger = logging.getLogger(__name__)
 

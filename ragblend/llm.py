@@ -1,8 +1,8 @@
 """LangChain models over one ragblend engine: swap the model object, keep the chain.
 
 `ChatBlend` is the chat model, `BlendLLM` the string model that still keeps the roles of chat prompts. Chunks are
-recognised in whatever the chain sends (see `ragblend.recovery`), so nothing else has to change; the report of what was
-reused is in `response_metadata["ragblend"]`.
+recognised in whatever the chain sends (see `frameworks.boundaries`), so nothing else has to change;
+the report of what was reused is in `response_metadata["ragblend"]`.
 
 Knows langchain-core and the adapter. Knows nothing about retrieval or chains.
 """
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from pydantic import ConfigDict
 
-from ragblend.adapter import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
-from ragblend.segments import Chunk
+from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
+from ragblend.prompt.prompt import Chunk
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
@@ -41,7 +41,7 @@ except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
 
 if TYPE_CHECKING:
-    from ragblend.engine.protocols import Stream
+    from ragblend.engine.api import Stream
 
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid", hide_input_in_errors=True)
 _ROLES = {

@@ -18,9 +18,11 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.chunker import ReadFailure, Splitter, split, version_of
-from ragblend.documents import MAX_FILE_MIB, Skipped
-from ragblend.engine.protocols import Engine
-from ragblend.engine.store import Pins, format_bytes, kv_dtype_of
+from ragblend.corpus.documents import MAX_FILE_MIB, Skipped
+from ragblend.corpus.folders import file_of, named, shown, walk
+from ragblend.corpus.texts import ChunkRegistry, registry_of
+from ragblend.engine.api import Engine
+from ragblend.engine.store.tiered import Pins, format_bytes, kv_dtype_of
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -29,15 +31,13 @@ from ragblend.errors import (
     StoreMismatchError,
     UsageError,
 )
-from ragblend.folders import file_of, named, shown, walk
-from ragblend.following import Cut, follow, moved_from
-from ragblend.following import Progress as Progress
-from ragblend.forgetting import disk_store as disk_store
-from ragblend.forgetting import forget_texts, registry_for, store_folders, sweep, unfinished
 from ragblend.index import ChunkIndex, open_index
-from ragblend.registry import ChunkRegistry, registry_of
-from ragblend.rewriting import count_others, prefill_again, round_known
-from ragblend.segments import Chunk
+from ragblend.ingestion.follow import Cut, follow, moved_from
+from ragblend.ingestion.follow import Progress as Progress
+from ragblend.ingestion.forget import disk_store as disk_store
+from ragblend.ingestion.forget import forget_texts, registry_for, store_folders, sweep, unfinished
+from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
+from ragblend.prompt.prompt import Chunk
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragblend.adapter import forget_documents, precompute_and_register
-from ragblend.embedders import Embedder, FloatArray, default_embedder, load_embedder
+from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, load_embedder
 from ragblend.errors import UsageError
-from ragblend.forgetting import registered_under, sweep
+from ragblend.frameworks.model import forget_documents, precompute_and_register
 from ragblend.index import ChunkIndex, SearchHit, open_index
-from ragblend.segments import Chunk
+from ragblend.ingestion.forget import registered_under, sweep
+from ragblend.prompt.prompt import Chunk
 
 try:
     from langchain_core.documents import Document

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ragblend import cli
+from ragblend.cli import app as cli
 
 
 def run_command(*arguments: str) -> int:

@@ -32,10 +32,11 @@ from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
-from ragblend.engine.transformers_layers import TransformersLayers
-from ragblend.segments import Segmenter, prompt_format
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.segmenter import Segmenter
 
 torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()

@@ -19,10 +19,10 @@ import torch
 from blake3 import blake3
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.chunk_file import encode_chunk
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import LayerKV, MemoryKV, stored_as
-from ragblend.engine.signing import StoreKey
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import LayerKV, MemoryKV, stored_as
+from ragblend.engine.store.signing import StoreKey
 
 
 class Victim(NamedTuple):

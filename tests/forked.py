@@ -25,8 +25,14 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 import torch
 torch.set_num_threads(1)
 import transformers, faiss, xxhash, safetensors, tokenizers
-from ragblend import cli, cli_store, maintenance, precompute, forgetting, llm, chains, vectorstores, llamaindex
-from ragblend.engine import transformers_engine, remote, remote_objects, remote_redis, vllm_launch
+from ragblend.cli import app as cli, store as cli_store
+from ragblend.upkeep import maintenance
+from ragblend import precompute, llm, chains, vectorstores
+from ragblend.ingestion import forget as forgetting
+from ragblend.llamaindex import query as llamaindex
+from ragblend.engine.hf import engine as transformers_engine
+from ragblend.engine.store.remote import tier as remote, objects as remote_objects, redis_store as remote_redis
+from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.demo import show, tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -14,7 +14,6 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import RunnableLambda
 
 from ragblend import Chunk, SegmentedPrompt, open_index
-from ragblend.adapter import UnrecognisedChunkError, precompute_and_register
 from ragblend.chains import (
     BlendRetriever,
     answer_with,
@@ -22,12 +21,13 @@ from ragblend.chains import (
     create_blend_chain,
     create_history_aware_blend_chain,
 )
-from ragblend.embedders import HashingEmbedder
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
+from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register
 from ragblend.index import ChunkIndex
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.segments import Segmenter
+from ragblend.prompt.segmenter import Segmenter
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",

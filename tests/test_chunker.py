@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend.chunker import Document, adapt_splitter, iter_documents, load_documents, split, version_of
-from ragblend.documents import ReadFailure, Skipped
+from ragblend.corpus.documents import ReadFailure, Skipped
 from ragblend.errors import EmptyCorpusError, NotFoundError, UnreadableDocumentError, UsageError
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
@@ -259,7 +259,7 @@ def test_html_gives_its_visible_text_with_and_without_trafilatura(tmp_path, monk
     if with_trafilatura:
         pytest.importorskip("trafilatura", exc_type=ImportError)
     else:
-        monkeypatch.setattr("ragblend.documents._trafilatura_extract", lambda: None)
+        monkeypatch.setattr("ragblend.corpus.documents._trafilatura_extract", lambda: None)
     (document,) = read(tmp_path, "a.html", PAGE)
     assert document.metadata == {"title": "The Page"}
     assert "First bold line." in document.text

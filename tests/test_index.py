@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend import embedders
-from ragblend.chunkdb import ChunkDatabase
-from ragblend.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
+from ragblend.corpus import embedders
+from ragblend.corpus.database import ChunkDatabase
+from ragblend.corpus.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS, ChunkIndex, open_index
-from ragblend.segments import Chunk
+from ragblend.prompt.prompt import Chunk
 
 DIM = 512
 FACTS = {
@@ -362,7 +362,7 @@ def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
 
 def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch):
     index = reopen(folder)
-    monkeypatch.setattr("ragblend.chunkdb.columns_of", lambda *args: (1 / 0,))
+    monkeypatch.setattr("ragblend.corpus.database.columns_of", lambda *args: (1 / 0,))
     with pytest.raises(ZeroDivisionError):
         index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
     monkeypatch.undo()
@@ -372,10 +372,10 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
 
 
 def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
-    from ragblend import chunkdb
+    from ragblend.corpus import database as chunkdb
 
     columns = chunkdb.columns_of
-    monkeypatch.setattr("ragblend.chunkdb.columns_of", lambda *args: (1, *columns(*args)[1:]))
+    monkeypatch.setattr("ragblend.corpus.database.columns_of", lambda *args: (1, *columns(*args)[1:]))
     with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
         index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
 
@@ -461,7 +461,7 @@ def test_changes_lost_with_the_log_are_said(folder):
 
 
 def test_a_read_only_folder_is_searched(folder, monkeypatch):
-    monkeypatch.setattr("ragblend.sqlitefile.os.access", lambda path, mode: False)
+    monkeypatch.setattr("ragblend.files.sqlite.os.access", lambda path, mode: False)
     before = sorted(path.name for path in folder.iterdir())
     index = reopen(folder)
     assert best(index, "black tea") == "Black tea is fully oxidised."

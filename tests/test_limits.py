@@ -22,18 +22,20 @@ from transformers import AutoTokenizer
 
 import ragblend.demo
 from ragblend import Chunk
-from ragblend import recovery as recovery_module
 from ragblend.chunker import Document, split
 from ragblend.config import Settings, load_settings
-from ragblend.documents import open_source, read_documents
+from ragblend.corpus.documents import open_source, read_documents
+from ragblend.corpus.folders import walk
+from ragblend.corpus.pages import read_page
+from ragblend.corpus.texts import ChunkRegistry, TextIndex
 from ragblend.errors import UnreadableDocumentError, UsageError
-from ragblend.folders import walk
-from ragblend.following import Cut, follow
+from ragblend.frameworks import boundaries as recovery_module
+from ragblend.frameworks.boundaries import _may_cut, recover
 from ragblend.index import open_index
-from ragblend.pages import read_page
-from ragblend.recovery import _may_cut, recover
-from ragblend.registry import ChunkRegistry, TextIndex
-from ragblend.segments import SegmentedPrompt, Segmenter, prompt_format
+from ragblend.ingestion.follow import Cut, follow
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
 
 ROOT = Path(__file__).parents[1]
 
@@ -212,7 +214,7 @@ _MARKUP = (
 
 @given(page=st.lists(st.sampled_from(_MARKUP.split("|")), max_size=25).map("".join))
 def test_ordinary_pages_have_the_tags_and_texts_that_the_standard_library_finds(page: str) -> None:
-    from ragblend.pages import _items
+    from ragblend.corpus.pages import _items
 
     def joined(items: Iterable[Any]) -> list[object]:
         found: list[object] = []
@@ -264,8 +266,8 @@ def test_tags_with_open_quotes_read_the_rest_of_a_page_a_few_times_only(monkeypa
             looked_at += (len(page) if found is None else found.end()) - place
             return found
 
-    attributes = ragblend.pages._ATTRIBUTES
-    monkeypatch.setattr("ragblend.pages._ATTRIBUTES", Counting())
+    attributes = ragblend.corpus.pages._ATTRIBUTES
+    monkeypatch.setattr("ragblend.corpus.pages._ATTRIBUTES", Counting())
     page = "<x y='<a z=\"" * 3000 + ">"
     assert "<x y=" in page
     read_page(page)

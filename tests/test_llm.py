@@ -37,17 +37,18 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.adapter import UnrecognisedChunkError, precompute_and_register, share_engine
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
+from ragblend.corpus.texts import ChunkRegistry
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Generation
-from ragblend.engine.selection import DEFAULT_RATIO
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
+from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.registry import ChunkRegistry
-from ragblend.segments import Part, Segmenter
+from ragblend.prompt.prompt import Part
+from ragblend.prompt.segmenter import Segmenter
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -257,7 +258,7 @@ def test_a_calibrated_ratio_is_named_auto(
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
     fit = Fit("cacheblend", 1, 0.4, True, 0.9, 0.8, 1.0, points)
     facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, "agreement 0.9", 60, "k 2", NoiseFloor(1.0, 0.0))
-    DiskStore(tmp_path, fsync=False).put_profile(Profile(*facts, (fit,)))
+    keep_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
     assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
     with pytest.raises(UsageError, match="'auto'"):

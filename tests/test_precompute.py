@@ -9,8 +9,8 @@ import pytest
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chunker import adapt_splitter
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.store import MemoryStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
 from ragblend.precompute import (
@@ -24,7 +24,7 @@ from ragblend.precompute import (
     remove_document,
     with_neighbours,
 )
-from ragblend.segments import Chunk
+from ragblend.prompt.prompt import Chunk
 
 TEXTS = {
     "kern.md": "Alice Kern works for Nexon.\n\nThe company sells drones. The firm is based in Halford.\n",
@@ -93,7 +93,7 @@ def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path
         calls.append(chunks)
         return original(chunks)
 
-    monkeypatch.setattr("ragblend.engine.transformers_engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
+    monkeypatch.setattr("ragblend.engine.hf.engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
     monkeypatch.setattr(engine, "_prefill_chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, engine, tmp_path)
@@ -292,7 +292,7 @@ def test_rewriting_eight_bits_prefills_them_again(chunks, tmp_path, wanted):
 
 def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
     # A pass per chunk: on some processors the last bit of a product depends on how many rows there are.
-    monkeypatch.setattr("ragblend.engine.transformers_engine.CPU_PASS_TOKENS", 1)
+    monkeypatch.setattr("ragblend.engine.hf.engine.CPU_PASS_TOKENS", 1)
     for place, kv_dtype in (("reference", "int8"), ("kv", "auto")):
         with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
             # Each in a pass of its own, as the victim will be: some CPUs round differently where passes are shared.

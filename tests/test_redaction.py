@@ -12,12 +12,12 @@ import pytest
 
 from ragblend import BlendLLM, ChatBlend, load_engine
 from ragblend.config import Settings
-from ragblend.engine.remote import open_remote
-from ragblend.engine.vllm_client import Connection
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.redaction import redacted
-from ragblend.serve import ServeOptions, prepare
+from ragblend.upkeep.serve import ServeOptions, prepare
 
 SECRET = "geheim"
 URLS = (

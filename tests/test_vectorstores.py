@@ -13,8 +13,8 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from ragblend import Chunk, open_index
-from ragblend.embedders import HashingEmbedder
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import BackendUnreachableError
 
 

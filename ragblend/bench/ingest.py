@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.bench.output import on_terminal, present
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.common.output import on_terminal, present
+from ragblend.bench.common.workloads import PREFIX_TOKENS, draw_prompts, engine_for, find_dtype, find_shape
 from ragblend.bench.ttft import threads
-from ragblend.bench.workloads import PREFIX_TOKENS, draw_prompts, engine_for, find_dtype, find_shape
-from ragblend.engine import open_store
-from ragblend.engine.kv import dtype_name
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.open import open_store
 from ragblend.errors import RagblendError, UsageError
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
-from ragblend.segments import Chunk
+from ragblend.prompt.prompt import Chunk
 
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-200m"

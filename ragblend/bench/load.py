@@ -18,29 +18,29 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.bench.output import check_plot, on_terminal, present
-from ragblend.bench.plots import plot_load
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.plots import plot_load
+from ragblend.bench.common.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
 from ragblend.bench.ttft import BACKENDS, threads
-from ragblend.bench.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
-from ragblend.engine import GIB
-from ragblend.engine.controller import MachineProfile, choose_ratio
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dtype_name, in_memory, restored
-from ragblend.engine.loader import Timeline
-from ragblend.engine.machine import drop_page_cache
-from ragblend.engine.protocols import KVStore, StoreCounters
+from ragblend.engine.fusion.loader import Timeline
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
-from ragblend.engine.store import MemoryStore, TieredStore
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dtype_name, in_memory, restored
+from ragblend.engine.store.open import GIB
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.machine import drop_page_cache
+from ragblend.engine.tuning.pipeline import MachineProfile, choose_ratio
 from ragblend.errors import RagblendError, UsageError
-from ragblend.profiling import Effort, measure_machine
-from ragblend.segments import SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.upkeep.measure import Effort, measure_machine
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm_engine import VllmEngine
-    from ragblend.engine.vllm_worker import BlendWorker
+    from ragblend.engine.vllm.engine import VllmEngine
+    from ragblend.engine.vllm.worker import BlendWorker
 
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-200m"
@@ -280,6 +280,7 @@ def _transformers(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
 @contextmanager
 def _vllm(config: LoadConfig, directory: Path) -> Iterator[Subject]:
     from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
+    from ragblend.engine.vllm.worker import worker_of_this_process
 
     shape = find_shape(config.shape)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
@@ -295,20 +296,8 @@ def _vllm(config: LoadConfig, directory: Path) -> Iterator[Subject]:
         vllm_options=config.vllm_options,
     )
     with open_vllm(setup) as (engine, vocab_size):
-        worker = _worker_of_this_process()
+        worker = worker_of_this_process()
         yield Subject(engine, vocab_size, vllm_card(), worker.read_from, worker)
-
-
-def _worker_of_this_process() -> BlendWorker:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    if not has_kv_transfer_group():
-        raise UsageError(
-            "vLLM's worker runs in another process, where its store cannot be exchanged; leave out "
-            "VLLM_ENABLE_V1_MULTIPROCESSING and --vllm-options that ask for several processes"
-        )
-    worker: BlendWorker = get_kv_transfer_group()._worker
-    return worker
 
 
 class _Bench:

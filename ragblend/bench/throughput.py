@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from ragblend.bench.output import check_plot, on_terminal, present
-from ragblend.bench.plots import plot_throughput
+from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.plots import plot_throughput
+from ragblend.bench.common.workloads import PREFIX_TOKENS, draw_prompts, find_dtype, find_shape
 from ragblend.bench.ttft import Case, cases_of, check_modes, threads
 from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card, warm_prefix_cache
-from ragblend.bench.workloads import PREFIX_TOKENS, draw_prompts, find_dtype, find_shape
-from ragblend.engine.kv import dtype_name
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio
 from ragblend.engine.report import Mode
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio
-from ragblend.engine.vllm_answer import Delta, VllmRequest
-from ragblend.engine.vllm_params import VllmReport
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.vllm.answer import Delta, VllmRequest
+from ragblend.engine.vllm.params import VllmReport
 from ragblend.errors import RagblendError, UsageError
-from ragblend.segments import SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ragblend.bench.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.bench.output import check_plot, on_terminal, present
-from ragblend.bench.plots import plot_ttft
-from ragblend.bench.workloads import (
+from ragblend.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.plots import plot_ttft
+from ragblend.bench.common.workloads import (
     PREFIX_TOKENS,
     PromptSet,
     engine_for,
@@ -30,16 +30,17 @@ from ragblend.bench.workloads import (
     find_shape,
     make_prompts,
 )
-from ragblend.engine import GIB, open_store
-from ragblend.engine.kv import dtype_name
-from ragblend.engine.protocols import Engine, KVStore
+from ragblend.engine.api import Engine
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.model import load_model
 from ragblend.engine.report import MODES, BlendReport, Mode
-from ragblend.engine.selection import DEFAULT_RATIO, check_ratio, find_rule
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
-from ragblend.engine.transformers_model import load_model
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.open import GIB, open_store
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import UsageError
-from ragblend.segments import SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
 
 SCHEMA_VERSION = 1
 DEFAULT_SHAPE = "llama-200m"

@@ -15,15 +15,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.bench.hardware import hardware_card
-from ragblend.bench.workloads import find_dtype, find_shape, save_checkpoint, synthetic_segmenter
-from ragblend.engine.kv import dtype_name
-from ragblend.engine.vllm_launch import find_checkpoint, is_cuda, require_vllm, transfer_config
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.common.workloads import find_dtype, find_shape, save_checkpoint, synthetic_segmenter
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
-from ragblend.segments import Chunk, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.engine.vllm.engine import VllmEngine
 
 _SLACK_TOKENS = 64  # of context beyond the prompt
 _BLOCK_TOKENS = 128  # vLLM's default block on a CPU, the largest there is: a prompt wastes one at most
@@ -52,7 +52,7 @@ def open_vllm(setup: VllmSetup) -> Iterator[tuple[VllmEngine, int]]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the process has its threads already
     from transformers import AutoConfig
 
-    from ragblend.engine.vllm_engine import VllmEngine
+    from ragblend.engine.vllm.engine import VllmEngine
 
     dtype = find_dtype(setup.dtype)
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:

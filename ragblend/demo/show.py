@@ -14,13 +14,13 @@ from typing import Any
 
 from ragblend.demo.corpus import Corpus, build_corpus, write_corpus
 from ragblend.demo.questions import REFERENCE_KINDS, Question
-from ragblend.engine import load_engine
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
-from ragblend.engine.store import format_bytes
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.store.tiered import format_bytes
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_document
-from ragblend.segments import SegmentedPrompt
+from ragblend.prompt.prompt import SegmentedPrompt
 
 DEMO_DIRECTORY = Path("ragblend-data/demo")
 CORPUS = "corpus"  # the records' folder

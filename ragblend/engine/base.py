@@ -14,12 +14,13 @@ from typing import NoReturn, Self
 
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.generation import Backfill
-from ragblend.engine.keys import chunk_key
 from ragblend.engine.notices import Notices
-from ragblend.engine.protocols import KVStore
 from ragblend.engine.shadow import Shadow
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
-from ragblend.segments import Chunk, Part, SegmentedPrompt, Segmenter
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
 
 
 class EngineBase(ABC):

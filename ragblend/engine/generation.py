@@ -17,12 +17,13 @@ from typing import Protocol, TypedDict
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampler, Sampling, StopScanner
-from ragblend.engine.fusor import FusedKV
-from ragblend.engine.profile import Fit
+from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.rules import Check
 from ragblend.engine.report import MODES, BlendReport, Generation, Mode, RatioChoice
-from ragblend.engine.selection import Check
+from ragblend.engine.tuning.calibration import Fit
 from ragblend.errors import RagblendError, UsageError
-from ragblend.segments import Segment, Segmenter, TextStream, TokenizedPrompt
+from ragblend.prompt.prompt import Segment, TokenizedPrompt
+from ragblend.prompt.segmenter import Segmenter, TextStream
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.keys import chunk_key
-from ragblend.engine.kv import KVHeader
-from ragblend.engine.memory import MemoryStore
-from ragblend.engine.protocols import KVStore
-from ragblend.engine.store import TieredStore, is_far
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import TieredStore, is_far
 from ragblend.errors import RagblendError
-from ragblend.segments import Segmenter, TokenizedPrompt
+from ragblend.prompt.prompt import TokenizedPrompt
+from ragblend.prompt.segmenter import Segmenter
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
-from ragblend.engine.fidelity import first_token_kl
+from ragblend.engine.api import Stream
+from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.generation import DecodingEngine, GenerationStream, Prefilled, Request
-from ragblend.engine.protocols import Stream
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.errors import UsageError
 

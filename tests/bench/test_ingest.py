@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ragblend import cli
 from ragblend.bench import ingest as module
+from ragblend.bench.common.workloads import draw_prompts, engine_for
 from ragblend.bench.ingest import IngestConfig, bench_ingest, prefill_only, run_ingest, table_lines
-from ragblend.bench.workloads import draw_prompts, engine_for
-from ragblend.engine.store import MemoryStore
+from ragblend.cli import app as cli
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import RagblendError, UsageError
 
 SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}

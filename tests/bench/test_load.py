@@ -24,12 +24,12 @@ from ragblend.bench.load import (
     table_lines,
     timeline_facts,
 )
-from ragblend.engine.controller import MachineProfile
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.kv import MemoryKV
-from ragblend.engine.loader import LayerEvent, Timeline
+from ragblend.engine.fusion.loader import LayerEvent, Timeline
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError, UsageError
 from tests.tier_support import assert_same, make_kv
 

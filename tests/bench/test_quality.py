@@ -13,21 +13,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ragblend.bench.plots import plot_quality
-from ragblend.bench.quality import (
-    NOWHERE,
-    LengthResult,
-    QualityConfig,
-    QualityResult,
-    bench_quality,
-    find_break,
-    run_quality,
+from ragblend.bench.common.plots import plot_quality
+from ragblend.bench.quality.budget import Costs, charge, costs_of, floor_of, ratio_for
+from ragblend.bench.quality.cases import item_of, make_items, part_of, reorder
+from ragblend.bench.quality.measures import distance, read, rouge_l, token_f1
+from ragblend.bench.quality.pairs import differences
+from ragblend.bench.quality.retrieval import (
+    CorpusConfig,
+    CorpusQuestion,
+    CorpusResult,
+    Span,
+    covered,
+    guess_rates,
+    losses,
+    oracle_chunks,
+    read_questions,
+    recall,
+    run_corpus,
 )
-from ragblend.bench.quality_budget import Costs, charge, costs_of, floor_of, ratio_for
-from ragblend.bench.quality_cases import item_of, make_items, part_of, reorder
-from ragblend.bench.quality_measures import distance, read, rouge_l, token_f1
-from ragblend.bench.quality_pairs import differences
-from ragblend.bench.quality_runs import (
+from ragblend.bench.quality.runs import (
     FULL,
     MULTI_HOP_KINDS,
     NOISE,
@@ -44,29 +48,25 @@ from ragblend.bench.quality_runs import (
     rows_of,
     run_item,
 )
-from ragblend.bench.quality_tables import corpus_table, length_lines, stories_table
-from ragblend.bench.retrieval_quality import (
-    CorpusConfig,
-    CorpusQuestion,
-    CorpusResult,
-    Span,
-    covered,
-    guess_rates,
-    losses,
-    oracle_chunks,
-    read_questions,
-    recall,
-    run_corpus,
+from ragblend.bench.quality.study import (
+    NOWHERE,
+    LengthResult,
+    QualityConfig,
+    QualityResult,
+    bench_quality,
+    find_break,
+    run_quality,
 )
-from ragblend.cli import app
+from ragblend.bench.quality.tables import corpus_table, length_lines, stories_table
+from ragblend.cli.app import app
 from ragblend.demo.cases import Setting, make_cases
 from ragblend.demo.questions import KINDS
 from ragblend.demo.tokenizer import build_tokenizer
-from ragblend.engine import load_engine
-from ragblend.engine.selection import RULES, find_rule
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.engine.fusion.rules import RULES, find_rule
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
-from ragblend.segments import Chunk
+from ragblend.prompt.prompt import Chunk
 from tools.demo_model.evaluate import full_logits, reuse_logits
 from tools.demo_model.model import load_shipped
 
@@ -471,8 +471,8 @@ def test_rows_per_kind_add_up(result: QualityResult) -> None:
 
 
 def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragblend.bench.quality.LENGTHS", ((100, 4), (256, 8)))
-    monkeypatch.setattr("ragblend.bench.quality.LENGTH_SHARE", {100: 1.0, 256: 0.5})
+    monkeypatch.setattr("ragblend.bench.quality.study.LENGTHS", ((100, 4), (256, 8)))
+    monkeypatch.setattr("ragblend.bench.quality.study.LENGTH_SHARE", {100: 1.0, 256: 0.5})
     small = replace(SMALL, controls=(), budgets=(), noise_share=0.0, order_share=0.0)
     config = replace(small, num_questions=7, rules=("first_k",), ratios=(0.15,), lengths=True, length_questions=14)
     told: list[tuple[str, int, int | None]] = []
@@ -551,7 +551,7 @@ def test_the_command_in_the_result_parses_to_the_same_measurement(
         asked.append(config)
         return result
 
-    monkeypatch.setattr("ragblend.bench.quality.run_quality", stop)
+    monkeypatch.setattr("ragblend.bench.quality.study.run_quality", stop)
     words = [*SMALL.command_line.split()[1:], "--out", "-", "--plot", "-"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
@@ -562,7 +562,7 @@ def test_the_command_in_the_result_parses_to_the_same_measurement(
 def test_files_are_written_where_asked(result: QualityResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ragblend.bench.quality.run_quality", lambda config, progress: result)
+    monkeypatch.setattr("ragblend.bench.quality.study.run_quality", lambda config, progress: result)
     assert CliRunner().invoke(app, ["bench", "quality"]).exit_code == 0
     assert json.loads((tmp_path / "data/results/quality.json").read_text()) == result.as_dict()
     assert (tmp_path / "docs/quality.png").read_bytes().startswith(b"\x89PNG")

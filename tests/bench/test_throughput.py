@@ -15,7 +15,8 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
-from ragblend.bench.plots import plot_throughput
+from ragblend.bench.common.plots import plot_throughput
+from ragblend.bench.common.workloads import draw_prompts, make_prompts
 from ragblend.bench.throughput import (
     Answered,
     Point,
@@ -33,12 +34,11 @@ from ragblend.bench.throughput import (
     table_lines,
 )
 from ragblend.bench.ttft import Case
-from ragblend.bench.workloads import draw_prompts, make_prompts
-from ragblend.cli import app
-from ragblend.engine.vllm_answer import Delta
-from ragblend.engine.vllm_params import VllmReport
+from ragblend.cli.app import app
+from ragblend.engine.vllm.answer import Delta
+from ragblend.engine.vllm.params import VllmReport
 from ragblend.errors import RagblendError, UsageError
-from ragblend.segments import Chunk, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 FULL, PREFIX, BLEND = Case("full", "none"), Case("prefix", "none"), Case("blend", "cacheblend")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ragblend.bench.plots import plot_ttft
+from ragblend.bench.common.plots import plot_ttft
+from ragblend.bench.common.workloads import SHAPES
 from ragblend.bench.ttft import Case, Sample, TtftConfig, bench_ttft, run_ttft, summarise, table_lines
-from ragblend.bench.workloads import SHAPES
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.errors import UsageError
 

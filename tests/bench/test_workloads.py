@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragblend.bench.workloads import (
+from ragblend.bench.common.workloads import (
     PREFIX_TOKENS,
     SHAPES,
     Shape,
@@ -18,9 +18,9 @@ from ragblend.bench.workloads import (
     random_model,
     synthetic_segmenter,
 )
-from ragblend.engine.self_check import self_check
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_layers import TransformersLayers
+from ragblend.engine.fusion.self_check import self_check
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import UsageError
 
 TINY = SHAPES["tiny"]
@@ -60,7 +60,7 @@ def test_random_model_has_no_value_left_to_chance() -> None:
 
 
 def test_weights_larger_than_one_block_are_filled_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragblend.bench.workloads._BLOCK_VALUES", 1000)
+    monkeypatch.setattr("ragblend.bench.common.workloads._BLOCK_VALUES", 1000)
     weight = random_model(TINY).lm_head.weight
     assert weight.numel() % 1000 != 0
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.int4 import GROUPS, packed_bytes, rounded
-from ragblend.engine.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.engine.quantize import NUM_FIRST
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.quantize import NUM_FIRST
 
 
 def make_kv(tokens: int = 100, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32) -> MemoryKV:

@@ -13,10 +13,10 @@ import pytest
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import build_corpus, write_corpus
-from ragblend.engine.disk import DiskStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
-from ragblend.maintenance import verify_store
 from ragblend.precompute import ingest, open_engine_index
+from ragblend.upkeep.maintenance import verify_store
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
@@ -137,7 +137,7 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
         write_corpus(build_corpus(), tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.check_room = lambda *a: 0\n"
-            "from ragblend.cli import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
+            "from ragblend.cli.app import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
         arguments = ["ingest", str(tmp_path / "corpus"), "--store", str(small / "kv"), "--index", str(tmp_path / "i")]
         command = [sys.executable, "-c", script, *arguments, "--chunk-size", "112", "--embedder", "hashing"]

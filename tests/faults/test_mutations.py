@@ -25,16 +25,16 @@ from commands import run_command
 from places import text_about
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.controller import MachineProfile
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.machine import machine_facts, write_profile
-from ragblend.engine.profile import CurvePoint, Fit, NoiseFloor, Profile
-from ragblend.engine.protocols import Engine
+from ragblend.corpus.texts import registry_of
+from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.machine import machine_facts, write_profile
+from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
-from ragblend.maintenance import repair_store, verify_store
 from ragblend.precompute import ingest, open_engine_index, pin_document
-from ragblend.registry import registry_of
+from ragblend.upkeep.maintenance import repair_store, verify_store
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -148,8 +148,10 @@ def fill(work: Path) -> None:
         points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, 0.0, 0.0, ratio) for ratio in (0.0, 1.0))
         fit = Fit("cacheblend", 1, 0.5, True, 1.0, 0.9, 1.0, points)
         prefix = tuple(engine.default_prefix_ids)
-        made = Profile(engine.fingerprint, prefix, "64 tokens", 1e9, "all", 20, "index", NoiseFloor(1.0, 0.0), (fit,))
-        disk.put_profile(made)
+        made = Calibration(
+            engine.fingerprint, prefix, "64 tokens", 1e9, "all", 20, "index", NoiseFloor(1.0, 0.0), (fit,)
+        )
+        keep_calibration(disk, made)
         measured = MachineProfile(engine.fingerprint, machine_facts("cpu"), 4, 1024, ((100, 0.1), (200, 0.2)))
         write_profile(work / "kv", measured)
 

@@ -16,13 +16,13 @@ import torch
 from forgery import FORGERIES, PLANTS, Victim, remove
 from servers import free_port, running_redis
 
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.kv import MemoryKV, in_memory
-from ragblend.engine.protocols import VerifyResult
-from ragblend.engine.remote import RemoteStore, open_remote
-from ragblend.engine.signing import StoreKey
-from ragblend.engine.store import MemoryStore, TieredStore
-from ragblend.segments import SegmentedPrompt
+from ragblend.engine.store.base import VerifyResult
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV, in_memory
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.engine.store.signing import StoreKey
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.prompt.prompt import SegmentedPrompt
 
 pytestmark = pytest.mark.timeout(600)
 

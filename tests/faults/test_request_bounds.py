@@ -14,13 +14,13 @@ import pytest
 from servers import RedisServer, TcpProxy, running_redis
 from tier_support import assert_same
 
-from ragblend.engine import remote
-from ragblend.engine.breaker import CircuitBreaker
-from ragblend.engine.kv import ChunkKV, in_memory
-from ragblend.engine.remote import RemoteStore
-from ragblend.engine.remote_redis import RedisValues
-from ragblend.engine.store import MemoryStore, TieredStore
-from ragblend.segments import SegmentedPrompt
+from ragblend.engine.store.kv import ChunkKV, in_memory
+from ragblend.engine.store.remote import tier as remote
+from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.prompt.prompt import SegmentedPrompt
 
 pytestmark = pytest.mark.timeout(3000)
 

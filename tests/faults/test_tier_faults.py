@@ -21,12 +21,12 @@ import pytest
 from servers import RedisServer, TcpProxy, running_redis
 from tier_support import assert_same, make_kv
 
-from ragblend.engine.breaker import CircuitBreaker
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.remote import RemoteStore, open_remote
-from ragblend.engine.remote_objects import ObjectValues
-from ragblend.engine.remote_redis import RedisValues
-from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.objects import ObjectValues
+from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import StoreNotWritableError
 
 pytestmark = pytest.mark.timeout(600)
@@ -189,7 +189,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
         time.sleep(0.002)
 
     rng = random.Random(0)
-    monkeypatch.setattr("ragblend.engine.remote.LINGER_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.store.remote.tier.LINGER_S", 0.0)
     with load(3, work):
         for _ in range(NUM_ROUNDS):
             proxy.cut_after = rng.randrange(1, 8000)
@@ -217,7 +217,7 @@ def test_two_writers_of_one_key_never_show_half_an_entry(
     else:
         url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
         values = [open_remote(url, timeout_s=60).values for _ in range(2)]
-        from ragblend.engine.chunk_file import encode_chunk
+        from ragblend.engine.store.chunk_file import encode_chunk
 
         writers = [lambda kv, to=to: to.put(kv.header.key, encode_chunk(kv)) for to in values]
         read = lambda key: open_remote(url, timeout_s=60).get(key)  # noqa: E731
@@ -246,9 +246,9 @@ MANY_PROCESSES = """
 import json, os, random, sys
 sys.path.insert(0, sys.argv[1])
 from tier_support import assert_same, make_kv
-from ragblend.engine.disk import DiskStore
-from ragblend.engine.remote import open_remote
-from ragblend.engine.store import MemoryStore, TieredStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
 import torch
 torch.set_num_threads(1)
 root, url, processes, requests = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])

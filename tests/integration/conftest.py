@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from ragblend.adapter import BlendModel, Request, Turn, share_engine
-from ragblend.engine.protocols import Engine, Stream
+from ragblend.engine.api import Engine, Stream
 from ragblend.engine.report import Generation
+from ragblend.frameworks.model import BlendModel, Request, Turn, share_engine
 from ragblend.precompute import precompute_documents
 
 CHAT_TEMPLATE = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"

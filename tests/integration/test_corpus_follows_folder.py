@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.disk import DiskStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex, open_index
-from ragblend.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     disk_store,
     find_documents,
@@ -30,6 +29,7 @@ from ragblend.precompute import (
     remove_documents,
     with_neighbours,
 )
+from ragblend.upkeep.maintenance import collect_garbage, verify_store
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 SEEDS = range(5) if FULL else range(1)

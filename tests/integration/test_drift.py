@@ -36,18 +36,13 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
 
 from ragblend import SegmentedPrompt
-from ragblend.adapter import BlendModel, Turn
-from ragblend.chains import (
-    answer_with,
-    blend_tool,
-    create_blend_chain,
-    create_history_aware_blend_chain,
-)
-from ragblend.engine.protocols import Engine
+from ragblend.chains import answer_with, blend_tool, create_blend_chain, create_history_aware_blend_chain
+from ragblend.engine.api import Engine
+from ragblend.frameworks.model import BlendModel, Turn
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llamaindex import BlendSynthesizer
 from ragblend.llm import BlendLLM, ChatBlend
-from ragblend.segments import Chunk, Part
+from ragblend.prompt.prompt import Chunk, Part
 
 QUESTION = "Who repairs the lamp of the lighthouse?"
 RESULTS = Path(__file__).parents[2] / "data" / "results" / "drift.json"

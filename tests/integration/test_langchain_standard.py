@@ -25,8 +25,8 @@ from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
 
 from ragblend import Chunk, open_index
 from ragblend.chains import BlendRetriever
-from ragblend.embedders import HashingEmbedder
-from ragblend.engine.protocols import Engine
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.llm import ChatBlend
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore, LangChainEmbedder, PrecomputingVectorStore

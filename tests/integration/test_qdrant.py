@@ -13,9 +13,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_qdrant import QdrantVectorStore
 
 from ragblend import SegmentedPrompt, open_index
-from ragblend.adapter import share_engine
 from ragblend.chains import create_blend_chain
-from ragblend.embedders import HashingEmbedder
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.frameworks.model import share_engine
 from ragblend.llm import ChatBlend
 from ragblend.precompute import ingest
 from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore

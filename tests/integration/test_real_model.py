@@ -14,9 +14,9 @@ import pytest
 from benchmarks import closeness
 from benchmarks.closeness import Far, measure, read_cases, retrieved
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.bench.quality_runs import REUSE, Configuration
-from ragblend.embedders import MiniLMEmbedder
-from ragblend.engine.transformers_engine import TransformersEngine
+from ragblend.bench.quality.runs import REUSE, Configuration
+from ragblend.corpus.embedders import MiniLMEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "models" / "smollm2"

@@ -16,16 +16,17 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
 
-import ragblend.engine.transformers_engine as engine_module
+import ragblend.engine.hf.engine as engine_module
+from ragblend.corpus.texts import ChunkRegistry
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import MODES
-from ragblend.engine.store import MemoryStore
-from ragblend.engine.transformers_engine import TransformersEngine
-from ragblend.engine.transformers_layers import TransformersLayers
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.precompute import precompute_documents
-from ragblend.registry import ChunkRegistry
-from ragblend.segments import Segmenter, prompt_format
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.segmenter import Segmenter
 
 CASES = 2000 if os.environ.get("RAGBLEND_FAULTS") == "full" else 250
 

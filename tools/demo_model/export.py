@@ -27,7 +27,7 @@ from ragblend.demo.tokenizer import (
     save_tokenizer,
     token_id,
 )
-from ragblend.engine.transformers_model import CHECKSUMS
+from ragblend.engine.hf.model import CHECKSUMS
 from tools.demo_model.model import DemoModel, ModelConfig, to_hugging_face
 
 PROMPT_FORMAT = {

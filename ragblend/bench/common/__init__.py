@@ -1,0 +1,1 @@
+"""What every benchmark needs: workloads, the hardware card, output and plots."""

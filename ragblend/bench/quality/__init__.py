@@ -1,0 +1,1 @@
+"""How close an answer is to full prefill: `ragblend bench quality`."""

@@ -1,0 +1,222 @@
+"""`ragblend push | pin | unpin | stats | verify | gc`: look after a store. Results on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.cli.support import (
+    BackendOption,
+    DocumentArgument,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    NamespaceOption,
+    RemoteOption,
+    StoreOption,
+    SystemOption,
+    count_of,
+    listed,
+    open_engine,
+    open_index_of,
+    print_result,
+    progress_bars,
+    remote_facts,
+    remote_line,
+    settings_from,
+)
+
+EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
+
+
+def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
+    """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
+    full."""
+    settings = settings_from(locals())
+    from ragblend.engine.store.remote.tier import open_remote
+    from ragblend.engine.store.tiered import format_bytes
+    from ragblend.upkeep.maintenance import push_store
+
+    tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
+    with progress_bars() as progress:
+        report = push_store(settings.store, tier, progress)
+    tier.close()
+    text = (
+        f"{report.num_sent} chunks sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
+        + (f"\n{report.problem}" if report.problem else "")
+    )
+    print_result(report._asdict(), text, json_)
+    if report.num_dropped:
+        raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
+
+
+def pin(
+    document: DocumentArgument,
+    model: ModelOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
+    settings = settings_from(locals())
+    from ragblend.precompute import find_documents, pin_document
+
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        sources = find_documents(document, opened)
+        pinned = [pin_document(source, engine, opened) for source in sources]
+    num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
+    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
+    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks pinned, KV of {num_stored} stored"
+    print_result(facts, text, json_)
+
+
+def unpin(
+    document: DocumentArgument,
+    store: StoreOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Let documents' KV be evicted again."""
+    settings = settings_from(locals())
+    from ragblend.corpus.folders import file_of, named
+    from ragblend.engine.store.disk import DiskStore
+
+    disk = DiskStore(settings.store, create=False)
+    sources = named(document, [(source, file_of(source)) for source in disk.pins()])
+    for source in sources:
+        disk.unpin(source)
+    text = f"{document}: {count_of(sources, 'document')} no longer pinned" if sources else f"{document} was not pinned"
+    print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
+
+
+def stats(
+    index: IndexOption = None, store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False
+) -> None:
+    """What the index and the store hold and cost."""
+    settings = settings_from(locals())
+    from ragblend.corpus.folders import shown
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.tiered import format_bytes
+    from ragblend.index import open_index
+
+    disk = DiskStore(settings.store, create=False)
+    entries = list(disk.entries())
+    num_tokens = sum(entry.header.num_tokens for entry in entries)
+    nbytes = sum(entry.nbytes for entry in entries)
+    dtypes = Counter(entry.header.stored_dtype for entry in entries)
+    with open_index(settings.index) as opened:
+        manifest, sources = opened.manifest, opened.sources()
+        num_documents, num_chunks = opened.num_documents, opened.num_chunks
+    facts: dict[str, Any] = {
+        "index": settings.index,
+        "store": settings.store,
+        "num_documents": num_documents,
+        "num_chunks": num_chunks,
+        "embedder": manifest.embedder,
+        "tokenizer": manifest.tokenizer,
+        "chunk_size": manifest.chunk_size,
+        "chunker": manifest.chunker,
+        "num_stored_chunks": len(entries),
+        "num_stored_tokens": num_tokens,
+        "store_bytes": nbytes,
+        "kv_dtypes": dict(dtypes),
+        "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
+        "models": disk.models(),
+        "pinned": sorted(disk.pins()),
+        "disk_gib": settings.disk_gib or None,
+        "remote": remote_facts(settings, [entry.key for entry in entries]),
+        "sources": sources,
+    }
+    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
+    lines = [
+        f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
+        f"{manifest.tokenizer}, embedded by {manifest.embedder}",
+        f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
+        *([f"pinned: {listed(map(shown, sorted(disk.pins())), 20)}"] if disk.pins() else []),
+        *([remote_line(facts["remote"])] if facts["remote"] else []),
+        *(f"  {shown(source)}" for source in sources[:20]),
+        *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
+    ]
+    print_result(facts, "\n".join(lines), json_)
+
+
+def verify(
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    index: IndexOption = None,
+    store: StoreOption = None,
+    remote: RemoteOption = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
+    system: SystemOption = None,
+    namespace: NamespaceOption = None,
+    dtype: DtypeOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
+    settings = settings_from(locals())
+    from ragblend.upkeep.maintenance import verify_store
+
+    report = verify_store(settings.store, settings.index)
+    if settings.remote is not None:
+        from ragblend.engine.store.remote.tier import open_remote
+        from ragblend.upkeep.trust import repair_remote, verify_remote
+
+        tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+        report.damaged_remote = verify_remote(tier, settings.store)
+        if repair:
+            repair_remote(tier, settings.store, report.damaged_remote)
+        tier.close()
+    if repair and report.is_bad:
+        from ragblend.upkeep.maintenance import repair_store
+
+        with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
+            report.num_repaired = repair_store(report, engine, opened, progress)
+    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
+    if report.missing:
+        lines[0] += f", {len(report.missing)} missing"
+    found = (report.damaged, report.missing, report.damaged_remote)
+    lines += [f"  {key}: {reason}" for entries in found for key, reason in entries.items()]
+    lines += [f"  {settings.store}/{place}: {reason}" for place, reason in report.damaged_files.items()]
+    lines += [f"  index: {problem}" for problem in report.index_problems]
+    if report.num_without_kv:
+        lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
+    if repair:
+        lines += [f"{report.num_repaired} recomputed", *report.dropped, *report.unrepaired]
+    elif report.is_bad:
+        lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
+    print_result(report.as_dict(), "\n".join(lines), json_)
+    if report.unrepaired or (report.is_bad and not repair):
+        raise typer.Exit(EXIT_CORRUPT)
+
+
+def gc(
+    index: IndexOption = None,
+    store: StoreOption = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Also drop KV, texts and pins of what is no longer indexed.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""
+    settings = settings_from(locals())
+    from ragblend.engine.store.tiered import format_bytes, parse_bytes
+    from ragblend.upkeep.maintenance import collect_garbage
+
+    max_bytes = parse_bytes(max_size) if max_size is not None else None
+    result = collect_garbage(settings.store, settings.index if orphans else None, max_bytes, dry_run)
+    verb = "would be freed" if dry_run else "freed"
+    kept = format_bytes(result.kept_bytes)
+    text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
+    if orphans:
+        gone = "would go" if dry_run else "gone"
+        text += f"; {count_of(result.texts, 'registered text')} and {count_of(result.pins, 'pin')} {gone}"
+    print_result({**result._asdict(), "dry_run": dry_run}, text, json_)

@@ -1,0 +1,64 @@
+"""`ragblend init-key | sign`: a key for stored KV, and its signature on what is stored already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragblend.cli.support import JsonOption, StoreOption, print_result, progress_bars, settings_from
+
+EXIT_CORRUPT = 4
+
+
+def init_key(
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where to; else where every command of yours looks for it.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Make a key. From then on KV is signed when it is stored, and KV without its signature is not used."""
+    from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
+
+    path = (out or key_path()).absolute()
+    key = write_key(path)
+    lines = [
+        f"{path} holds a new key ({key.id}), readable by you alone",
+        *([f"point to it: export RAGBLEND_STORE_KEY_FILE={path}"] if path != key_path() else []),
+        "sign what your stores hold already, if you trust who wrote it: ragblend sign --store DIR",
+        f"other machines that share a store need the same key: that file, or {KEY_VARIABLE} set to what it holds",
+    ]
+    print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
+
+
+def sign(
+    store: StoreOption = None,
+    signed_with: Annotated[
+        Path | None,
+        typer.Option("--signed-with", help="The file of an older key: only what it signed is signed anew."),
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Sign what a store holds already. You say by that that you trust whoever could write there until now."""
+    settings = settings_from(locals())
+    from ragblend.engine.store.signing import find_key, read_key
+    from ragblend.errors import NotFoundError
+    from ragblend.upkeep.trust import sign_store
+
+    key = find_key()
+    if key is None:
+        raise NotFoundError("there is no store key to sign with; make one: ragblend init-key")
+    old = read_key(signed_with) if signed_with is not None else None
+    with progress_bars() as progress:
+        report = sign_store(settings.store, key, signed_with=old, progress=progress)
+    lines = [
+        f"{settings.store}: {report.num_signed} entries and {report.num_notes} notes signed, {report.num_known} were "
+        f"(key {key.id})",
+        *(f"  {name}: {reason}" for name, reason in report.refused.items()),
+    ]
+    if report.refused:
+        lines.append(f"{len(report.refused)} refused; drop and recompute them: ragblend verify --repair")
+    print_result(report.as_dict(), "\n".join(lines), json_)
+    if report.refused:
+        raise typer.Exit(EXIT_CORRUPT)

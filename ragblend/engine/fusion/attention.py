@@ -1,0 +1,129 @@
+"""Attention of scattered tokens; what a question attends to; what it would give if a stale token were repaired.
+
+The last two are the evidence of the rules that ask the question. Works on queries, keys and values that a layer has
+made and rotated.
+Knows tensors only: nothing about models, rules or storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ragblend.engine.store.kv import LayerKV
+
+# Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
+# attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
+BLOCK_ROWS = 64
+
+# Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once.
+BLOCK_SCORES = 1 << 22
+
+
+class Queries(NamedTuple):
+    """The question at one layer: queries [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
+
+    states: Tensor
+    rows: Tensor  # int64, ascending
+    scale: float
+
+    def last(self, count: int) -> Queries:
+        """Those of the last `count` rows."""
+        return Queries(self.states[:, -count:], self.rows[-count:], self.scale)
+
+
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
+
+    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i]. Returns [1, Hq, R, D].
+    """
+    firsts, lasts = rows[::BLOCK_ROWS], torch.cat((rows[BLOCK_ROWS - 1 : -1 : BLOCK_ROWS], rows[-1:]))
+    outputs = []
+    for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
+        start, end = block * BLOCK_ROWS, last + 1
+        mask = None
+        if last > first:  # a single row sees all keys up to its own position: no mask
+            block_rows = rows[start : start + BLOCK_ROWS, None]
+            mask = query.new_zeros(len(block_rows), end)
+            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` are seen by all
+            mask[:, first + 1 :].masked_fill_(hidden, -torch.inf)
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(
+                query[:, :, start : start + BLOCK_ROWS],
+                keys[:, :, :end],
+                values[:, :, :end],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def attention_mass(queries: Queries, keys: Tensor) -> Tensor:
+    """Mean attention probability [T] float32 that the queries give to each token, over heads and queries.
+
+    keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i sees keys 0 .. i, with the whole prompt in its
+    softmax: prefix, chunks and question. The sum is 1."""
+    mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
+    for _, scores in _score_blocks(queries, keys):
+        mass += scores.softmax(-1).sum(dim=(0, 1))
+    return mass / (queries.states.shape[0] * queries.states.shape[1])
+
+
+def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV) -> Tensor:
+    """How far the question's attention output moves when the token at `rows[i]` alone is repaired: [N] float32.
+
+    stale: the layer's whole KV [H, T, D]; fresh: the rows' own [H, N, D]; keys rotated. Squared L2, mean over queries,
+    summed over heads. Exact for one token at a time: with the token's attention a, its score moved by x, the rest of
+    the attention giving r on average and p = a e^x / (1 - a + a e^x), the output moves by p (v' - v) + (p - a) (v - r).
+    So V deviation, K deviation and attention count together, each as much as it matters to this question.
+    """
+    old_keys = stale.keys[:, rows].float()
+    values, old, new = stale.values.float(), stale.values[:, rows].float(), fresh.values.float()
+    drift = new - old  # [H, N, D]
+    effect = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
+    for part, scores in _score_blocks(queries, stale.keys):
+        weights = scores.log_softmax(-1)  # [H, B, T]
+        log_a = weights[:, :, rows]
+        a = log_a.exp()
+        log_rest = torch.log1p(-a)
+        along, away = _project(weights.exp() @ values, old, drift)
+        along, away = along / (1 - a), away / (1 - a).square()  # v - r = (v - o) / (1 - a), with o the output
+        # That loses its digits where a is nearly 1, which only a query's most attended token can be.
+        top = scores.argmax(-1, keepdim=True)
+        others = scores.scatter(-1, top, -torch.inf)
+        is_top = top == rows
+        log_rest_top = others.logsumexp(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)
+        along_top, away_top = _project(others.softmax(-1) @ values, old, drift)
+        log_rest = torch.where(is_top, log_rest_top, log_rest)
+        along, away = torch.where(is_top, along_top, along), torch.where(is_top, away_top, away)
+        moved = (part.float() @ (fresh.keys.float() - old_keys).transpose(1, 2)) * queries.scale
+        p = (log_a - log_rest + moved).sigmoid()
+        norm = drift.square().sum(-1)[:, None]
+        effect += (p.square() * norm + 2 * p * (p - a) * along + (p - a).square() * away).sum(dim=(0, 1))
+    return effect / queries.states.shape[1]
+
+
+def _project(outputs: Tensor, old: Tensor, drift: Tensor) -> tuple[Tensor, Tensor]:
+    """(v' - v)(v - o) and |v - o|^2, [H, B, N] each, for `outputs` o [H, B, D] and values v [H, N, D] that drift."""
+    along = (drift * old).sum(-1)[:, None] - outputs @ drift.transpose(1, 2)
+    squares = old.square().sum(-1)[:, None] + outputs.square().sum(-1, keepdim=True)
+    return along, squares - 2 * outputs @ old.transpose(1, 2)
+
+
+def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T]."""
+    num_heads, num_queries, dim = queries.states.shape
+    groups, length = num_heads // keys.shape[0], keys.shape[1]
+    block = max(1, BLOCK_SCORES // (num_heads * length))
+    positions = torch.arange(length, device=keys.device)
+    for start in range(0, num_queries, block):
+        part = queries.states[:, start : start + block]
+        part = part.reshape(keys.shape[0], groups * part.shape[1], dim)
+        later = positions > queries.rows[start : start + block, None]
+        scores = (part @ keys.transpose(1, 2)).float() * queries.scale
+        yield part, scores.masked_fill_(later.repeat(groups, 1), -torch.inf)

@@ -1,0 +1,517 @@
+"""Fuse stored chunk KV into the KV of one prompt (CacheBlend, Yao et al., EuroSys 2025).
+
+Works on token ids, positions and tensors. Knows nothing about text, storage formats or RAG frameworks.
+Read `fuse` first; everything else is one of its steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
+from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, PackingModel
+from ragblend.engine.fusion.rules import Check, Evidence, Rule, num_to_recompute
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
+
+_T = TypeVar("_T")
+
+
+class Placement(NamedTuple):
+    """Stored KV and the prompt position it is placed at. `exact`: it was computed behind precisely these tokens.
+
+    What is exact is not recomputed. KV in eight bits, which rounding moved a little, is at ratio 1, so that ratio 1 is
+    full prefill from any store.
+    """
+
+    kv: ChunkKV
+    start: int
+    exact: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the chunk's last token."""
+        return self.start + self.kv.header.num_tokens
+
+
+class FusedKV:
+    """The KV of one prompt: per layer, keys (rotated) and values [H, capacity, D], of which `length` rows are valid.
+
+    Grows when written beyond its capacity, so decoding appends to it. Owned by one request.
+    """
+
+    def __init__(self, layers: list[LayerKV], length: int) -> None:
+        self._layers = layers
+        self.length = length
+
+    @classmethod
+    def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
+        """Room for `capacity` tokens; `shapes[l]` is (H, D of keys, D of values), dtype and device as `like`."""
+        return cls(
+            [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    def keys(self, layer: int) -> Tensor:
+        """Rotated keys of one layer, [H, capacity, D]."""
+        return self._layers[layer].keys
+
+    def values(self, layer: int) -> Tensor:
+        """Values of one layer, [H, capacity, D]."""
+        return self._layers[layer].values
+
+    def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+        """Put `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
+        last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
+        if last > self._layers[layer].keys.shape[1]:
+            self._grow(last)
+        self._layers[layer].keys[:, rows] = keys
+        self._layers[layer].values[:, rows] = values
+
+    def _grow(self, needed: int) -> None:
+        # A quarter more at a time keeps the copying linear in the number of decoded tokens.
+        for index, (keys, values) in enumerate(self._layers):
+            more = max(needed, keys.shape[1] + max(64, keys.shape[1] // 4)) - keys.shape[1]
+            self._layers[index] = LayerKV(
+                torch.cat((keys, keys.new_empty(keys.shape[0], more, keys.shape[2])), dim=1),
+                torch.cat((values, values.new_empty(values.shape[0], more, values.shape[2])), dim=1),
+            )
+
+    def copy_front(self, other: FusedKV, count: int) -> None:
+        """Take the first `count` rows of every layer from `other`."""
+        for mine, theirs in zip(self._layers, other._layers, strict=True):
+            mine.keys[:, :count] = theirs.keys[:, :count]
+            mine.values[:, :count] = theirs.values[:, :count]
+        self.length = max(self.length, count)
+
+
+@dataclass(frozen=True, slots=True)
+class FusePlan:
+    """One prompt to fuse: its ids, the stored KV with its places, and how many rows at the front are there already.
+
+    `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier turns).
+    """
+
+    token_ids: Tensor  # [T] int64, on the model's device
+    placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
+    rule: Rule
+    checks: tuple[Check, ...]  # see selection.schedule
+    num_resident: int = 0
+    seed: int = 0
+    num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
+    probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
+    question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
+    separators: Tensor | None = None  # [T] bool, template tokens of the chunks
+
+    @property
+    def end(self) -> int:
+        """Position after the last token that is fused."""
+        return len(self.token_ids) if self.num_fused is None else self.num_fused
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the last token is computed for its logits; otherwise only KV is wanted, and it is like any other."""
+        return self.num_fused is None
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of the question, the last token at least."""
+        start = self.question_start
+        if start is None:
+            start = max((placement.end for placement in self.placements), default=self.num_resident)
+        return max(1, len(self.token_ids) - start)
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of all placed chunks."""
+        return sum(placement.kv.header.num_tokens for placement in self.placements)
+
+
+@dataclass(slots=True)
+class Fused:
+    """What fusing found: logits of the last token, and which chunk tokens were recomputed."""
+
+    logits: Tensor  # [vocabulary] float32; empty where the plan wants none
+    recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
+    rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
+    fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
+    probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
+    attention: Tensor | None = None  # [T] float32, what the probe found
+    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
+    select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
+
+    def charge_once(self, num_rows: float, plan: FusePlan) -> None:
+        """Count rows that something else ran at layer 0, and that a deeper model runs no more of."""
+        self.rows_per_layer[0] += num_rows
+        if plan.checks[0].layer == 0:
+            self.fixed_cost += num_rows
+
+
+class Run(NamedTuple):
+    """A layer to be run over some rows of a prompt, as `LayerwiseModel.run_layer` takes it."""
+
+    layer: int
+    hidden: Tensor  # [R, hidden size]
+    rows: Tensor  # positions [R]
+    fused: FusedLayers
+
+
+Steps = Generator[int | Run, Tensor | None, _T]
+"""Work in steps: yields the rows that it ran through a layer itself, or a Run, whose output it must be sent next."""
+
+
+def fuse(
+    model: LayerwiseModel,
+    plan: FusePlan,
+    fused: FusedLayers,
+    layers: LayerSource,
+    ends_s: list[float] | None = None,
+) -> Fused:
+    """Fill `fused` with the prompt's KV and return the last token's logits.
+
+    Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
+    stored KV, all that are candidates run up to the first check layer; there the rule keeps the share that the
+    check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
+    KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
+    replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
+    therefore full prefill.
+
+    `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
+    """
+    return _drain(model, fuse_steps(model, plan, fused, layers, ends_s))
+
+
+@torch.inference_mode()
+def fuse_steps(
+    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, ends_s: list[float] | None = None
+) -> Steps[Fused]:
+    """`fuse`, a layer at a time, for callers with other work in between, or with layers of other prompts to run."""
+    known = _candidates(plan)
+    probe = (yield from _probe(model, plan, fused, layers, known)) if _wants_probe(model, plan, known) else None
+    active = _active_rows(plan, known)
+    checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
+    hidden = model.embed(plan.token_ids[active])
+    rows_per_layer: list[float] = []
+    fixed_cost = 0.0
+    last_layer = model.num_layers - 1
+    for layer in range(model.num_layers):
+        layers.wait(layer)  # stored KV of this layer is now in `fused`
+        asked, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
+        if layer in checks and bool(known.mask[active].any()):
+            kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
+            hidden, active = hidden[kept], active[kept]
+            measured = num_measured * model.kv_share
+            fixed_cost = fixed_cost or asked + measured
+        rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
+        if layer == 0 and probe is not None:
+            hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
+        elif len(active) and layer < last_layer:
+            hidden = _sent((yield Run(layer, hidden, active, fused)))
+        elif len(active):
+            # The last layer's output is needed for the last token alone; of the others only K and V.
+            fresh = model.project_kv(layer, hidden)
+            fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
+            if plan.wants_logits:
+                hidden = _sent((yield Run(layer, hidden[-1:], active[-1:], fused)))
+            measured += len(active)
+        if ends_s is not None:
+            ends_s.append(perf_counter())
+        yield int(measured)
+    fused.length = plan.end
+    return Fused(
+        model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
+        active[known.mask[active]],
+        rows_per_layer,
+        fixed_cost,
+        probe.seconds if probe is not None else 0.0,
+        known.attention,
+        known.deviation,
+        known.select_s,
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known about every token of the prompt before the first check. All tensors [T]."""
+
+    mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
+    offsets: Tensor  # int64, place within the chunk
+    separators: Tensor  # bool, the chunks' template
+    seed: int
+    attention: Tensor | None = None  # float32, once the question was run ahead
+    queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
+    deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
+    select_s: float = 0.0  # seconds at the checks
+
+    def evidence(self, rows: Tensor) -> Evidence:
+        """About the tokens at `rows` [N]."""
+        attention = None if self.attention is None else self.attention[rows]
+        return Evidence(rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed)
+
+
+def _candidates(plan: FusePlan) -> _Known:
+    """Which rows may be replaced, and where in their chunk they are."""
+    device = plan.token_ids.device
+    is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
+    offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
+    recomputes_all = plan.checks[-1].ratio >= 1
+    for placement in plan.placements:
+        stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
+        is_candidate[placement.start : placement.end] = not stays
+        offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
+    if plan.wants_logits:
+        is_candidate[-1] = False  # the last token is always computed: its logits are the answer
+    separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
+    return _Known(is_candidate, offsets, separators, plan.seed)
+
+
+def _fresh_rows(plan: FusePlan) -> Tensor:
+    """[T] bool: tokens without stored KV, which run through every layer; the last token is always one."""
+    fresh = torch.ones(len(plan.token_ids), dtype=torch.bool, device=plan.token_ids.device)
+    fresh[: plan.num_resident] = False
+    for placement in plan.placements:
+        fresh[placement.start : placement.end] = False
+    if plan.wants_logits:
+        fresh[-1] = True
+    return fresh
+
+
+# -- the question, run ahead
+
+
+class _Probe(NamedTuple):
+    """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
+
+    num_rows: int
+    num_fused: int  # of them, those that are fused later
+    hidden: Tensor  # [num_fused, hidden size] after layer 0
+    last_layer: int
+    seconds: float
+
+    def extra_rows(self, layer: int) -> int:
+        """Token-layers that the probe adds at `layer`: at layer 0, whose output is kept, those only asked."""
+        if layer == 0:
+            return self.num_rows - self.num_fused
+        return self.num_rows if layer <= self.last_layer else 0
+
+
+def _wants_probe(model: LayerwiseModel, plan: FusePlan, known: _Known) -> bool:
+    """Whether the rule asks the question, and there is something to choose. In a model of one layer there is not:
+    layer 0's keys and values depend on the token alone, so stored ones are exact."""
+    chooses = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    return bool(plan.probe_layers) and chooses and model.num_layers > 1 and bool(known.mask.any())
+
+
+def _probe(
+    model: LayerwiseModel, plan: FusePlan, fused: FusedLayers, layers: LayerSource, known: _Known
+) -> Steps[_Probe]:
+    """Run the fresh tokens through the probe's layers over the stale KV, and note in `known` what they attend to.
+
+    Positions are the prompt's own and the softmax is over all of it. Leaves the fresh rows' KV in `fused`, where the
+    main pass replaces it.
+    """
+    rows = _fresh_rows(plan).nonzero().flatten()
+    hidden = first = model.embed(plan.token_ids[rows])
+    masses: list[Tensor] = []
+    seconds = 0.0
+    for layer in range(plan.probe_layers[-1] + 1):
+        start_s = perf_counter()
+        layers.wait(layer)
+
+        def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+            known.queries[layer] = queries.last(plan.num_queries)
+            masses.append(attention_mass(known.queries[layer], keys))
+
+        hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
+        if layer == 0:
+            first = hidden[rows < plan.end]
+        seconds += perf_counter() - start_s
+        yield len(rows)
+    known.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
+    return _Probe(len(rows), len(first), first, plan.probe_layers[-1], seconds)
+
+
+def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
+    """Every rank has as many of the heads, so their shares count alike."""
+    if plan.sum_over_ranks is None:
+        return shares
+    summed = plan.sum_over_ranks(torch.cat((shares, shares.new_ones(1))))
+    return summed[:-1] / summed[-1]
+
+
+def _run_first_layer(fused: FusedLayers, hidden: Tensor, active: Tensor, known: _Known, probe: _Probe) -> Steps[Tensor]:
+    """Layer 0's output [R, hidden size] of the active rows. Stored layer-0 KV is exact, so the probe's is too."""
+    stale = known.mask[active]
+    output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
+    if bool(stale.any()):
+        output[stale] = _sent((yield Run(0, hidden[stale], active[stale], fused)))
+    output[~stale] = probe.hidden
+    return output
+
+
+# -- the choice
+
+
+def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
+    """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
+    active = _fresh_rows(plan)
+    active[plan.end :] = False
+    first = plan.checks[0]
+    rows = known.mask.nonzero().flatten()
+    count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
+    if first.ratio >= 1:
+        active |= known.mask
+    elif first.ratio > 0 and not plan.rule.needs_deviation:
+        active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
+    elif first.ratio > 0:
+        # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
+        share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
+        active[_most_attended(plan, known, rows, max(count, share))] = True
+    return active.nonzero().flatten()
+
+
+def _most_attended(plan: FusePlan, known: _Known, rows: Tensor, count: int) -> Tensor:
+    """The `count` of the candidates `rows` [N] that the question attends to most; all of them without a probe."""
+    if known.attention is None or count >= len(rows):
+        return rows
+    attention = known.attention[rows]
+    if plan.rule.skips_separators:
+        attention = attention.masked_fill(known.separators[rows], -torch.inf)
+    return rows[_top(attention, count)]
+
+
+def _check(
+    model: LayerwiseModel,
+    plan: FusePlan,
+    fused: FusedLayers,
+    layer: int,
+    ratio: float,
+    hidden: Tensor,
+    active: Tensor,
+    known: _Known,
+) -> tuple[Tensor, int]:
+    """Indices into `active` that go on, and how many tokens were measured. Only norm and K/V projection run here."""
+    start_s = perf_counter()
+    candidate = known.mask[active].nonzero().flatten()
+    rows = active[candidate]
+    fresh = model.project_kv(layer, hidden[candidate])
+    stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
+    fresh = LayerKV(model.place_keys(layer, fresh.keys, rows), fresh.values)
+    deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
+    if plan.sum_over_ranks is not None:
+        deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
+    if known.deviation is None:
+        known.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+        known.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
+    evidence = replace(known.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
+    if layer in known.queries:
+        length = len(plan.token_ids)
+        stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
+        effect = repair_effect(known.queries[layer], stale, rows, fresh)
+        evidence = replace(evidence, effect=effect if plan.sum_over_ranks is None else plan.sum_over_ranks(effect))
+    chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
+    goes_on = ~known.mask[active]
+    goes_on[candidate[chosen]] = True
+    known.select_s += perf_counter() - start_s
+    return goes_on.nonzero().flatten(), len(rows)
+
+
+def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
+    """Squared L2 distance [T] between [H, T, D] tensors, in float32, summed over heads and dimensions."""
+    return (fresh.float() - stored.float()).square().sum(dim=(0, 2))
+
+
+def relative_deviation(
+    fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """How far each token's `stored` KV is from `fresh`, both [H, T, D], keys rotated alike: [T] float32, 0 is equal.
+
+    The mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. So keys
+    and values count alike, however large a model's keys are. `sum_over_ranks` as in FusePlan.
+    """
+    total = sum_over_ranks or (lambda squares: squares)
+    nothing = torch.zeros((), device=fresh.keys.device)
+    shares = [
+        total(_deviation(new, old)) / total(_deviation(new, nothing)).clamp_min(torch.finfo(torch.float32).tiny)
+        for new, old in zip(fresh, stored, strict=True)
+    ]
+    return (shares[0].sqrt() + shares[1].sqrt()) / 2
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest scores, ascending: causal order."""
+    return scores.topk(count).indices.sort().values
+
+
+def prefill_chunk(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> MemoryKV:
+    """Run one chunk behind `prefix` (its rows [0, P) valid) and keep the chunk's slice: pre-RoPE keys, values.
+
+    `prefix` is used as scratch beyond row P and is left with the same P valid rows.
+    """
+    return _drain(model, prefill_chunk_steps(model, prefix, header))
+
+
+@torch.inference_mode()
+def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Steps[MemoryKV]:
+    """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
+    start = prefix.length
+    device = prefix.keys(0).device
+    rows = torch.arange(start, start + header.num_tokens, device=device)
+    hidden = model.embed(torch.tensor(header.token_ids, device=device))
+    stored = []
+    for layer in range(model.num_layers):
+        hidden, kv = model.run_layer_keeping_kv(layer, hidden, rows, prefix)
+        stored.append(LayerKV(kv.keys.contiguous().cpu(), kv.values.contiguous().cpu()))
+        yield len(rows)
+    assert header.dtype == dtype_name(stored[0].keys.dtype)
+    return MemoryKV(header, tuple(stored))
+
+
+@torch.inference_mode()
+def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[KVHeader]) -> list[MemoryKV]:
+    """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
+
+    Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.
+    """
+    device = prefix.keys(0).device
+    counts = [header.num_tokens for header in headers]
+    rows = torch.cat([torch.arange(prefix.length, prefix.length + count, device=device) for count in counts])
+    ends = list(itertools.accumulate(counts))
+    spans = tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))
+    hidden = model.embed(torch.tensor([token for header in headers for token in header.token_ids], device=device))
+    stored: list[list[LayerKV]] = [[] for _ in headers]
+    for layer in range(model.num_layers):
+        hidden, kv = model.run_packed_layer(layer, hidden, rows, spans, prefix)
+        keys, values = kv.keys.cpu(), kv.values.cpu()
+        for layers, span in zip(stored, spans, strict=True):
+            layers.append(LayerKV(keys[:, span].contiguous(), values[:, span].contiguous()))
+    return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
+
+
+@torch.inference_mode()
+def _drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
+    """Run steps to their end, for what they return."""
+    output: Tensor | None = None
+    while True:
+        try:
+            step = steps.send(output)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        output = model.run_layer(*step) if isinstance(step, Run) else None
+
+
+def _sent(output: Tensor | None) -> Tensor:
+    assert output is not None  # the answer to a Run
+    return output

@@ -1,0 +1,257 @@
+"""Bring stored KV into the prompt's KV, a layer at a time, ahead of the fusor.
+
+One background reader reads, dequantises and places layer i+1 while layer i is fused; KV that is in memory already, as
+it was computed, is placed without a thread where the model computes on the CPU. Layer 0, which would have nothing to
+hide behind, can be computed instead of read. Knows ChunkKV and tensors; not where they come from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.transfer import Transfer
+from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, restored
+
+# Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
+# ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
+DEPTH = 6
+
+
+class _Destination(Protocol):
+    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
+
+
+class _Placed(Protocol):
+    @property
+    def kv(self) -> ChunkKV: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class _Group:
+    """Chunks that are placed in one call, in prompt order."""
+
+    def __init__(self, placements: Sequence[_Placed], device: torch.device) -> None:
+        self.kvs = [placement.kv for placement in placements]
+        self.read_s = [0.0] * len(placements)
+        self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
+        self.spans: list[tuple[slice, slice]] = []  # where chunks side by side stand: in the prompt, and in `rows`
+        for start, end in _runs((placement.start, placement.end) for placement in placements):
+            taken = self.spans[-1][1].stop if self.spans else 0
+            self.spans.append((slice(start, end), slice(taken, taken + end - start)))
+
+    def read(self, layer: int, transfer: Transfer, computed: Iterator[LayerKV] | None = None) -> LayerKV:
+        """One layer of all chunks, side by side: [H, T of all, D]. Raises DamagedEntryError.
+
+        `computed` has the layer of those that would have to be read, one after the other.
+        """
+        layers = []
+        for index, kv in enumerate(self.kvs):
+            if computed is not None and _is_far(kv):
+                layers.append(next(computed))
+                continue
+            start_s = perf_counter()
+            layers.append(restored(transfer.bring(kv.stored_layer(layer))))  # eight bits travel as eight bits
+            self.read_s[index] += perf_counter() - start_s
+        if len(layers) == 1:
+            return layers[0]
+        return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
+
+    def read_through(self, layer: int) -> None:
+        """Read one layer of all chunks for the store's sake. Raises DamagedEntryError."""
+        for index, kv in enumerate(self.kvs):
+            start_s = perf_counter()
+            kv.stored_layer(layer)
+            self.read_s[index] += perf_counter() - start_s
+
+
+def _is_far(kv: ChunkKV) -> bool:
+    return not isinstance(kv, MemoryKV)
+
+
+def _runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending spans, with those that touch made one.
+
+    >>> _runs([(2, 5), (5, 9), (12, 15)])
+    [(2, 9), (12, 15)]
+    """
+    runs: list[tuple[int, int]] = []
+    for start, end in spans:
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, end))
+    return runs
+
+
+class LayerEvent(NamedTuple):
+    """When one layer was read and placed, in `perf_counter` seconds."""
+
+    layer: int
+    start_s: float
+    end_s: float
+
+
+class Timeline(NamedTuple):
+    """One request, layer by layer: when each was loaded and when it was fused."""
+
+    load: tuple[LayerEvent, ...]
+    fuse: tuple[LayerEvent, ...]
+
+
+class LayerLoader:
+    """Context manager around one request's loading. Leaving it stops the reader and joins it.
+
+    `wait(layer)` returns when that layer of every placement is in the destination, and raises what the reader
+    raised (DamagedEntryError for a damaged entry). `place(layer, keys, rows)` rotates keys to their positions.
+    `depth` bounds how many layers the reader may be ahead of the fusor.
+
+    `together`: place a layer's chunks in one call, and write those that stand side by side as one. That is a copy
+    more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
+
+    `first_layer`: pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], on which alone they depend. Where it
+    is given, `wait(0)` calls it for the chunks that would have to be read, and the reader starts at layer 1. It still
+    reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[_Placed],
+        num_layers: int,
+        place: Callable[[int, Tensor, Tensor], Tensor],
+        destination: _Destination,
+        device: torch.device,
+        depth: int = DEPTH,
+        *,
+        together: bool = False,
+        first_layer: Callable[[Tensor], LayerKV] | None = None,
+    ) -> None:
+        self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
+        self._num_layers = num_layers
+        self._place = place
+        self._destination = destination
+        self._device = device
+        self._transfer = Transfer(device)
+        self._ahead = threading.Semaphore(depth)
+        self._ready = [threading.Event() for _ in range(num_layers)]
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._threaded = any(
+            self._transfer.beside_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
+        )
+        self._far = [kv for group in self._groups for kv in group.kvs if _is_far(kv)]
+        self._first_layer = first_layer if self._far else None
+        self._thread: threading.Thread | None = None
+        self._num_waited = 0
+        self._released_s = [0.0] * num_layers  # when the fusor got a layer it waited for, the last time it did
+        self._read_through_s = 0.0
+        self.events: list[LayerEvent] = []
+        self.stall_s = 0.0
+
+    @property
+    def load_s(self) -> float:
+        """Seconds spent reading (or computing layer 0) and placing, overlapped or not."""
+        return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
+
+    @property
+    def read_s(self) -> list[float]:
+        """Of that, seconds spent reading each placement's stored KV; placing is done for several at once."""
+        return [seconds for group in self._groups for seconds in group.read_s]
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose layer-0 keys and values were computed instead of read."""
+        return sum(kv.header.num_tokens for kv in self._far) if self._first_layer is not None else 0
+
+    def __enter__(self) -> LayerLoader:
+        if self._threaded:
+            self._thread = threading.Thread(target=self._read_all, name="ragblend-loader", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_done = error is None and self._num_waited == self._num_layers
+        if not is_done:
+            self._stopped.set()
+            self._ahead.release()
+        if self._thread is not None:
+            start_s = perf_counter()
+            self._thread.join()
+            self.stall_s += perf_counter() - start_s  # for layer 0, where that was left to be read
+        if is_done and self._error is not None:
+            raise self._error
+
+    def wait(self, layer: int) -> None:
+        """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
+        start_s = self._released_s[layer] = perf_counter()
+        if layer < self._num_waited:
+            return
+        if self._thread is None or self._computes(layer):
+            self._load(layer)
+        else:
+            self._ready[layer].wait()
+            if self._error is not None:
+                raise self._error
+            self._ahead.release()
+        self._num_waited = layer + 1
+        self._released_s[layer] = perf_counter()
+        self.stall_s += self._released_s[layer] - start_s
+
+    def timeline(self, ends_s: Sequence[float]) -> Timeline:
+        """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""
+        spans = zip(self._released_s, ends_s, strict=True)
+        return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
+
+    def _computes(self, layer: int) -> bool:
+        return layer == 0 and self._first_layer is not None
+
+    def _read_all(self) -> None:
+        try:
+            with torch.inference_mode(), self._transfer.in_compute_order():
+                for layer in sorted(range(self._num_layers), key=self._computes):  # what is computed comes last
+                    self._ahead.acquire()
+                    if self._stopped.is_set():
+                        return
+                    if self._computes(layer):
+                        self._read_through(layer)
+                    else:
+                        self._load(layer)
+                        self._ready[layer].set()
+        except BaseException as error:  # handed to the caller by wait()
+            self._error = error
+            for event in self._ready:
+                event.set()
+
+    def _load(self, layer: int) -> None:
+        start_s = perf_counter()
+        computed = self._compute() if self._computes(layer) else None
+        for group in self._groups:
+            keys, values = group.read(layer, self._transfer, computed)
+            keys = self._place(layer, keys, group.rows)
+            for span, taken in group.spans:
+                self._destination.write(layer, span, keys[:, taken], values[:, taken])
+        self.events.append(LayerEvent(layer, start_s, perf_counter()))
+
+    def _compute(self) -> Iterator[LayerKV]:
+        """Layer 0 of the chunks that would have to be read, one after the other."""
+        assert self._first_layer is not None
+        ids = torch.tensor([token for kv in self._far for token in kv.header.token_ids], device=self._device)
+        counts = [kv.header.num_tokens for kv in self._far]
+        keys, values = self._first_layer(ids)
+        return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
+
+    def _read_through(self, layer: int) -> None:
+        start_s = perf_counter()
+        for group in self._groups:
+            group.read_through(layer)
+        self._read_through_s = perf_counter() - start_s

@@ -1,0 +1,84 @@
+"""What fusion asks of a model and of stored KV, as Protocols. Implemented by `hf.layers`, `vllm.layers`, `loader`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ragblend.engine.fusion.attention import Queries
+from ragblend.engine.store.kv import LayerKV
+
+
+class FusedLayers(Protocol):
+    """Where a prompt's KV is put together: per layer, keys and values of all its tokens, in prompt order.
+
+    `keys` and `values` are asked for at the layers where a plan probes or checks, the latest that was waited for.
+    """
+
+    length: int  # rows that are valid in every layer
+
+    def keys(self, layer: int) -> Tensor: ...  # [H, capacity, D], rotated to their positions
+    def values(self, layer: int) -> Tensor: ...  # [H, capacity, D]
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None: ...
+
+
+class LayerSource(Protocol):
+    """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
+
+    Layers are waited for in ascending order; a layer waited for before is there at once. It raises DamagedEntryError
+    when stored bytes turn out wrong: the request starts again with that chunk as a miss.
+    """
+
+    def wait(self, layer: int) -> None: ...
+
+
+Watch = Callable[[Queries, Tensor], None]
+"""Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
+once; the queries may be kept, the keys may not."""
+
+
+class LayerwiseModel(Protocol):
+    """A decoder whose layers can be run one at a time, over any subset of the prompt's tokens.
+
+    `rows` are prompt positions [R], ascending; `hidden` is [R, hidden size]. Each row attends to every row of
+    `fused` at or before its own position. `place_keys` may be called from a second thread; the rest runs one
+    request at a time. Nothing here keeps a reference to what it returns.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def kv_share(self) -> float: ...  # share of one layer's parameters that makes K and V, for charged budgets
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor: ...
+    def run_layer_ahead(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    ) -> Tensor: ...  # `run_layer` for rows that may be asked only; `watch` sees their queries and the keys
+    def run_layer_keeping_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+    ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32
+
+
+class PackingModel(LayerwiseModel, Protocol):
+    """A LayerwiseModel that also runs several chunks in one pass, each behind the same prefix."""
+
+    def run_packed_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+    ) -> tuple[Tensor, LayerKV]: ...  # hidden [R, hidden size] of chunks at `spans`, their pre-RoPE keys and values
+
+
+class CheckableModel(PackingModel, Protocol):
+    """A PackingModel that also offers its own, untouched full prefill to be compared with."""
+
+    @property
+    def like(self) -> Tensor: ...  # an empty tensor of the KV's dtype and device
+    @property
+    def kv_shapes(self) -> Sequence[tuple[int, int, int]]: ...  # per layer: H, D of keys, D of values
+    def full_prefill(
+        self, token_ids: Tensor
+    ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV

@@ -1,0 +1,1 @@
+"""The engine on transformers: models, their layers run one at a time, generation."""

@@ -1,0 +1,360 @@
+"""A transformers decoder as a LayerwiseModel: its own layers, run one at a time over any subset of tokens.
+
+The seam is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the whole
+layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is plugged in
+through transformers' attention registry; norms, projections, QK-norm, GQA and MLP stay the model's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ragblend.engine.fusion.attention import Queries, attend_rows
+from ragblend.engine.fusion.protocols import FusedLayers, Watch
+from ragblend.engine.fusion.rope import exact_context, rotate
+from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import UnsupportedModelError
+
+ATTENTION = "ragblend"
+
+# Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
+# request to the next, each is as large as the rows it covers of the tables in `_rope`.
+TURNS_KEPT = 3
+
+_WAY_OUT = (
+    "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
+    "Qwen2, Qwen3, Phi-3, Gemma and their relatives"
+)
+
+
+class Packed(NamedTuple):
+    """Chunks side by side in one sequence, each behind the same prefix and unseen by the others."""
+
+    prefix: LayerKV  # [H, P, D], keys rotated
+    spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
+
+
+def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None) -> Tensor:
+    """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
+
+    Each row sees the prefix, and its own chunk up to itself. Returns [1, Hq, R, D].
+    """
+    outputs = []
+    for span in packed.spans:
+        behind = [
+            torch.cat((before[None], fresh[:, :, span]), dim=2)
+            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
+        ]
+        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale))
+    return torch.cat(outputs, dim=2)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    blend_rows: Tensor | None = None,
+    blend_watch: Watch | None = None,
+    blend_packed: Packed | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks."""
+    if blend_packed is not None:
+        return attend_packed(query, key, value, blend_packed, scaling).transpose(1, 2).contiguous(), None
+    if blend_rows is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    if blend_watch is not None:
+        blend_watch(Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling), key[0])
+    return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
+
+
+class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
+
+    def __init__(self, fused: FusedLayers, rows: Tensor, end: int) -> None:
+        super().__init__(layers=[])
+        self._fused = fused
+        self._rows = rows
+        self._end = end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
+        self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
+        return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+
+
+class _PackedCache(Cache):  # type: ignore[misc]
+    """Keeps what the packed chunks' values are, and hands keys and values on as they came."""
+
+    values: Tensor  # [H, R, D]
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[1, H, R, D] each."""
+        self.values = value_states[0]
+        return key_states, value_states
+
+
+class _Turns(NamedTuple):
+    """The rotation of some rows."""
+
+    rows: Tensor  # positions [R]
+    end: int  # position after the highest of them
+    cos: Tensor  # [R, rotary dimensions] float32
+    sin: Tensor
+
+
+class TransformersLayers:
+    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly."""
+
+    def __init__(self, model: Any) -> None:
+        refuse_unsupported(model)
+        AttentionInterface.register(ATTENTION, _attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval()
+        self.config = model.config
+        self._decoder = model.model
+        self._layers = list(model.model.layers)
+        self._rotary = model.model.rotary_emb
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
+        self.context_length = exact_context(_rope_parameters(self.config), self.config.max_position_embeddings)
+        self._embedding_multiplier = getattr(self.config, "embedding_multiplier", 1.0) or 1.0  # Granite
+        self._logits_scaling = getattr(self.config, "logits_scaling", 1.0) or 1.0  # Granite
+        self.head_dim = getattr(self.config, "head_dim", None) or (
+            self.config.hidden_size // self.config.num_attention_heads
+        )
+        self.kv_shapes = [(self.config.num_key_value_heads, self.head_dim, self.head_dim)] * len(self._layers)
+        self._kv_share = _kv_share(self._layers[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding table is, and so the KV."""
+        device: torch.device = self._decoder.embed_tokens.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype, and so the KV's."""
+        dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
+        return dtype
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the KV's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @property
+    def kv_share(self) -> float:
+        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
+        return self._kv_share
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[R, hidden size] for ids [R]."""
+        hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._embedding_multiplier
+        return hidden
+
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
+        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
+        block = self._layers[layer]
+        attention = block.self_attn
+        normed = block.input_layernorm(hidden)
+        if hasattr(attention, "qkv_proj"):
+            keys, values = self._split_qkv(attention.qkv_proj(normed))
+        else:
+            keys, values = attention.k_proj(normed), attention.v_proj(normed)
+        norm = getattr(attention, "k_norm", None)
+        if norm is not None and norm.weight.numel() == keys.shape[-1]:  # over all heads at once (OLMoE)
+            keys, norm = norm(keys), None
+        keys = self._heads(keys)
+        if norm is not None:
+            keys = norm(keys)
+        return LayerKV(keys.transpose(0, 1), self._heads(values).transpose(0, 1))
+
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
+        turns = self._turns_of(rows)
+        return rotate(keys, turns.cos, turns.sin)
+
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
+        """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
+        return self._run(layer, hidden, rows, _RowCache(fused, rows, self._turns_of(rows).end), blend_rows=rows)
+
+    def run_layer_ahead(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
+    ) -> Tensor:
+        """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
+        cache = _RowCache(fused, rows, self._turns_of(rows).end)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
+
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
+        """The decoder layer itself over `rows`; `how` is for `_attention`."""
+        turns = self._turns_of(rows)
+        embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
+        output = self._layers[layer](
+            hidden[None],
+            attention_mask=None,
+            position_ids=rows[None],
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=embeddings,
+            **how,
+        )
+        hidden = output[0] if isinstance(output, tuple) else output
+        return hidden[0]
+
+    def run_layer_keeping_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
+    ) -> tuple[Tensor, LayerKV]:
+        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        hidden, keys = self._tapped(layer, len(rows), lambda: self.run_layer(layer, hidden, rows, fused))
+        return hidden, LayerKV(keys, fused.values(layer)[:, rows])
+
+    def run_packed_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: FusedLayers
+    ) -> tuple[Tensor, LayerKV]:
+        """One decoder layer over chunks side by side: `hidden` [R, hidden size], of which `spans` are one chunk each.
+
+        `rows` [R] are the positions behind `prefix`, counted anew in every chunk. Each chunk sees the prefix and
+        itself. Also returns their pre-RoPE keys and values [H, R, D]. Leaves `prefix` as it is.
+        """
+        length, cache = prefix.length, _PackedCache()
+        packed = Packed(LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length]), spans)
+        hidden, keys = self._tapped(
+            layer, len(rows), lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
+        )
+        return hidden, LayerKV(keys, cache.values)
+
+    def _tapped(self, layer: int, num_rows: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
+        attention = self._layers[layer].self_attn
+        tapped: list[Tensor] = []
+        # k_norm when there is one, because stored keys are after QK-norm; else the projection itself.
+        names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
+        hook = getattr(attention, names[0]).register_forward_hook(lambda _m, _args, output: tapped.append(output))
+        try:
+            hidden = run()
+        finally:
+            hook.remove()
+        keys = tapped[0][0]  # drop the batch dimension
+        if names[0] == "qkv_proj":
+            keys, _ = self._split_qkv(keys)
+        keys = self._heads(keys) if keys.ndim == 2 else keys
+        if keys.shape[0] == self.kv_shapes[layer][0] != num_rows:  # some models norm after the transpose: [H, R, D]
+            keys = keys.transpose(0, 1)
+        return hidden, keys.transpose(0, 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [R, vocabulary] in float32."""
+        logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._logits_scaling
+        return logits.float()
+
+    def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
+        """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
+        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
+        return output.logits[0, -1].float(), layers
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[R, H * D] -> [R, H, D]."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a fused projection [R, (Hq + 2H) * D]."""
+        kv_width = self.config.num_key_value_heads * self.head_dim
+        return qkv[..., -2 * kv_width : -kv_width], qkv[..., -kv_width:]
+
+    def _turns_of(self, rows: Tensor) -> _Turns:
+        """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""
+        remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
+        for turns in remembered:
+            if turns.rows is rows:
+                return turns
+        end = int(rows.max()) + 1 if len(rows) else 1  # packed chunks count anew: the last row need not be the highest
+        cos, sin = self._rope(end)
+        turns = _Turns(rows, end, cos[rows], sin[rows])
+        self._turns = (turns, *remembered[: TURNS_KEPT - 1])
+        return turns
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
+        known = self._tables
+        if known is None or known[0].shape[0] < length:
+            # Doubling keeps re-computation rare while decoding moves one position at a time.
+            size = min(max(2 * length, 512), max(self.context_length, length))
+            positions = torch.arange(size, device=self.device)[None]
+            dummy = torch.empty(0, dtype=torch.float32, device=self.device)
+            cos, sin = self._rotary(dummy, position_ids=positions)
+            known = self._tables = (cos[0], sin[0])
+        return known
+
+
+def _kv_share(layer: Any) -> float:
+    attention = layer.self_attn
+    projections = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [attention.k_proj, attention.v_proj]
+    return _num_parameters(*projections) / _num_parameters(layer)
+
+
+def _num_parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
+    config, name = model.config, type(model).__name__
+    decoder = getattr(model, "model", None)
+    if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
+    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window:
+        raise UnsupportedModelError(
+            f"{name} has sliding_attention layers (window {window} tokens), whose KV cannot be moved within a prompt. "
+            f'{_WAY_OUT}; if your prompts stay below {window} tokens, set "sliding_window": null in its config.json'
+        )
+    for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, knob, None):
+            raise UnsupportedModelError(f"{name} uses {knob}, which partial prefill does not reproduce. {_WAY_OUT}")
+    for index, layer in enumerate(decoder.layers):
+        attention = getattr(layer, "self_attn", None)
+        projections = hasattr(attention, "qkv_proj") or (hasattr(attention, "k_proj") and hasattr(attention, "v_proj"))
+        if attention is None or not projections or not hasattr(layer, "input_layernorm"):
+            kind = type(attention if attention is not None else layer).__name__
+            raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_WAY_OUT}")
+    exact_context(_rope_parameters(config), config.max_position_embeddings)

@@ -1,0 +1,278 @@
+"""`load_engine` puts model, store and backend together; nothing heavy is imported before it is called."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.redaction import has_secret, redacted
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine
+    from ragblend.engine.hf.engine import TransformersEngine
+    from ragblend.engine.store.base import KVStore
+    from ragblend.engine.vllm.client import VllmClient
+    from ragblend.engine.vllm.engine import VllmEngine
+from ragblend.engine.store.open import StoreOptions, open_store, tier_defaults
+
+
+@overload
+def load_engine(
+    model: str = "demo",
+    store: str | Path | KVStore | None = None,
+    *,
+    backend: Literal["transformers"] = "transformers",
+    dtype: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+    namespace: str = "",
+    on_miss: str = "store",
+    shadow: float = 0.0,
+    new_model: bool = False,
+    trust_remote_code: bool = False,
+    **tiers: Unpack[StoreOptions],
+) -> TransformersEngine: ...
+
+
+@overload
+def load_engine(
+    model: str = "demo",
+    store: str | Path | KVStore | None = None,
+    *,
+    backend: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+    namespace: str = "",
+    on_miss: str = "store",
+    shadow: float = 0.0,
+    new_model: bool = False,
+    trust_remote_code: bool = False,
+    vllm_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_retries: int | None = None,
+    **tiers: Unpack[StoreOptions],
+) -> Engine: ...
+
+
+def load_engine(
+    model: str = "demo",
+    store: str | Path | KVStore | None = None,
+    *,
+    backend: str = "transformers",
+    dtype: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+    namespace: str = "",
+    on_miss: str = "store",
+    shadow: float = 0.0,
+    new_model: bool = False,
+    trust_remote_code: bool = False,
+    vllm_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_retries: int | None = None,
+    **tiers: Unpack[StoreOptions],
+) -> Engine:
+    """A model with its store, ready to precompute and answer.
+
+    `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
+    `tiers` are the budgets, remote, eviction, quotas and dtype of `open_store`; a KVStore that is passed has its own.
+    `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
+    KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
+
+    `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
+    `engine.shadow` counts how often they agree, each report's `shadow` says what was found.
+
+    `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
+    server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
+    and `dtype`, `device` and `tiers` are set where the server starts (UsageError here). `api_key`, `timeout` (seconds)
+    and `max_retries` are for HTTP.
+    """
+    options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
+    if store is None or isinstance(store, str | Path):
+        options["flags"] = _command_flags(
+            model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")), dtype=dtype,
+            device=device, namespace=namespace, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    if backend.startswith(("http://", "https://")):
+        if dtype != "auto" or device != "auto" or vllm_options:
+            raise UsageError(
+                f"dtype, device and vllm_options are set where the server starts, not with {redacted(backend)}"
+            )
+        _refuse_tiers(tiers, redacted(backend))
+        asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
+        return _load_client(
+            model, store, backend, {name: value for name, value in asked.items() if value is not None},
+            options, trust_remote_code,
+        )  # fmt: skip
+    if backend == "vllm":
+        if device != "auto":
+            raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
+        return _load_vllm(
+            model, store, dtype, vllm_options or {}, {**tier_defaults(), **tiers},
+            options, new_model, trust_remote_code,
+        )  # fmt: skip
+    if backend != "transformers":
+        raise UsageError(
+            f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+        )
+    from ragblend.engine.hf.engine import TransformersEngine
+    from ragblend.engine.hf.layers import TransformersLayers
+    from ragblend.engine.hf.model import load_model
+    from ragblend.engine.store.kv import ModelShape, dtype_name
+    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
+    from ragblend.prompt.formats import prompt_format
+    from ragblend.prompt.segmenter import Segmenter
+
+    if store is None or isinstance(store, str | Path):
+        kv_store: KVStore = open_store(store, **tiers)
+    elif tiers.get("remote") is not None:
+        raise UsageError("a remote tier goes into the store that you pass: TieredStore(your_store, open_remote(URL))")
+    elif tiers.get("kv_dtype", "auto") != "auto":
+        raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={tiers['kv_dtype']!r})")
+    else:
+        kv_store = store
+    loaded = load_model(model, dtype, device, trust_remote_code)
+    layers = TransformersLayers(loaded.model)
+    if isinstance(store, str | Path):
+        shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
+        register_model(Path(store), loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, new_model)
+    segmenter = Segmenter(loaded.tokenizer, prompt_format(loaded.tokenizer, loaded.path))
+    return TransformersEngine(
+        layers,
+        segmenter,
+        kv_store,
+        name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        **options,
+        machine=read_machine_profile(Path(store), loaded.fingerprint, machine_facts(layers.device))
+        if isinstance(store, str | Path)
+        else None,
+    )
+
+
+def _command_flags(store: str | Path | None, **settings: Any) -> str:
+    """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees."""
+    served = settings["backend"].startswith(("http://", "https://"))
+    if store is None and not served:
+        return ""
+    defaults = {"backend": "transformers", "dtype": "auto", "device": "auto"}
+    words: list[str] = []
+    for name, value in {**settings, "store": store}.items():
+        if value and value != defaults.get(name):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
+
+
+def _without_password(url: str | None) -> str | None:
+    """The URL, for a log; None where it holds a password, which the environment has then."""
+    return None if url is None or has_secret(url) else url
+
+
+def _refuse_tiers(tiers: StoreOptions, url: str) -> None:
+    """Raise UsageError for settings of a store that is not opened here: with `url` it is the server's."""
+    defaults = tier_defaults()
+    changed = sorted(name for name, value in tiers.items() if value != defaults[name])
+    if changed:
+        settings = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
+        raise UsageError(
+            f"{', '.join(changed)} cannot be set here: the store is that of the server at {url}. Start that one with "
+            f"it ({settings} ragblend serve MODEL), and leave it out of this command's flags, environment and "
+            "ragblend.toml"
+        )
+
+
+def _load_client(
+    model: str,
+    store: str | Path | KVStore | None,
+    url: str,
+    connection: dict[str, Any],
+    options: dict[str, Any],
+    trust_remote_code: bool,
+) -> VllmClient:
+    """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
+    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
+    from ragblend.prompt.formats import prompt_format
+    from ragblend.prompt.segmenter import Segmenter
+
+    if store is not None and not isinstance(store, str | Path):
+        raise UsageError(
+            f"store is a {type(store).__name__}; with {redacted(url)} the store is the server's, give a directory"
+        )
+    opened = Connection(url, **connection)
+    try:
+        facts = server_facts(opened, model)
+        tokenizer, path = load_tokenizer(model, trust_remote_code)
+        if model not in (facts.model, facts.root):
+            raise StoreMismatchError(
+                f"the server at {redacted(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
+            )
+        segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+        root = Path(store) if store is not None else None
+        return VllmClient(opened, facts, segmenter, name=model, root=root, **options)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _load_vllm(
+    model: str,
+    store: str | Path | KVStore | None,
+    dtype: str,
+    vllm_options: Mapping[str, Any],
+    tiers: Mapping[str, Any],
+    options: dict[str, Any],
+    new_model: bool,
+    trust_remote_code: bool,
+) -> VllmEngine:
+    """An engine with vLLM in this process."""
+    from tempfile import TemporaryDirectory
+
+    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.vllm.engine import VllmEngine
+    from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
+    from ragblend.prompt.formats import prompt_format
+    from ragblend.prompt.segmenter import Segmenter
+
+    if store is not None and not isinstance(store, str | Path):
+        raise UsageError(
+            f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
+        )
+    require_vllm()
+    checkpoint = find_checkpoint(model, dtype, trust_remote_code)
+    place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
+    root = place if isinstance(place, Path) else Path(place.name)
+    register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
+    transfer = transfer_config(root, tiers, model=model, system=options["system"], trust_remote_code=trust_remote_code)
+    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    return VllmEngine(
+        checkpoint, segmenter, transfer, place,
+        vllm_options=vllm_options, trust_remote_code=trust_remote_code, **options,
+    )  # fmt: skip
+
+
+def register_model(path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool) -> None:
+    """Note in the store at `path` whose KV it holds, and what that looks like, which `verify` needs to know.
+
+    A store that holds only other models' KV is refused, unless `new_model`.
+    """
+    from ragblend.engine.store.disk import DiskStore
+
+    disk = DiskStore(path)
+    models = disk.models()
+    if "kv_shapes" in models.get(fingerprint, {}):
+        return
+    if models and not new_model and not disk.knows_model(fingerprint):  # its note may be damaged, or an older one
+        held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+        raise StoreMismatchError(
+            f"{path} holds KV of {held}, the engine runs {facts['model']} ({facts['dtype']}), which would find nothing "
+            f"there. Add it: ragblend precompute --model {facts['model']} --store {path}; or use another --store"
+        )
+    disk.put_model(fingerprint, facts)

@@ -1,0 +1,516 @@
+"""One stored chunk as one file: a safetensors file, readable layer by layer, every byte under a checksum.
+
+A file's metadata is one JSON string (safetensors writes several keys in random order, one is deterministic). Its
+first field is the xxh3_128 of length prefix and header, taken with that field's own digits zeroed, so it sits at a
+fixed offset and is checked before anything is parsed; every later format version keeps this rule. Each layer's
+tensors lie side by side under one checksum: keys and values as computed (format version 1), or scales, first tokens
+and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers: about as many bytes as
+base64 for five-digit ids, and `jq` shows them.
+
+xxh3 finds damage; who wants to can make another layer with the same checksum. Where a store has a key, entries are of
+version 3: the checksums of layers are BLAKE3 digests, and the header's second field is its signature, taken with the
+digits of both fields zeroed. So the signature speaks for the header, and through the digests for every layer, which is
+still read and checked alone. See `signing`.
+
+What a reader demands of an entry besides is one value, `Demands`. Works on headers, tensors and one file, or the bytes
+of one, at a time. Knows nothing about directories, eviction or prompts.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from ragblend.engine.store.finite import layer_is_finite
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import (
+    LAYOUT_VERSION,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    ModelShape,
+    StoredLayer,
+    TensorSpec,
+    restored,
+    tensor_specs,
+)
+from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
+from ragblend.engine.store.signing import DIGITS, UNSIGNED, StoreKey
+from ragblend.errors import DamagedEntryError, UsageError
+from ragblend.files.reading import dense_size, open_file
+
+FORMAT_VERSION = 1
+"""Version of how an entry is written; LAYOUT_VERSION says what its tensors mean."""
+QUANTIZED_FORMAT_VERSION = 2
+"""The same of an entry in eight bits. One as computed is written as ever, for readers that know no other."""
+SIGNED_FORMAT_VERSION = 3
+"""The same of an entry that is signed, in whatever dtype."""
+
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+_OPENING = b'{"__metadata__":{"ragblend":"{\\"header_xxh3_128\\":\\"'
+_DIGITS = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
+_SIGNATURE_OPENING = b'\\",\\"signature\\":\\"'
+_SIGNATURE = slice(_DIGITS.stop + len(_SIGNATURE_OPENING), _DIGITS.stop + len(_SIGNATURE_OPENING) + DIGITS)
+_MAX_HEADER_BYTES = 8 << 20  # a million tokens; parsed, it can take twenty times as much memory
+_MAX_DIM = 1 << 31
+
+
+class UnreadableError(Exception):
+    """These bytes are not an entry, or not the one asked for. A store turns it into a miss; no user meets it."""
+
+
+class MismatchError(UnreadableError):
+    """An intact entry that is not for this reader: of another version, or of other tokens."""
+
+
+class UnsignedError(UnreadableError):
+    """An entry without the signature that this reader's key makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a reader asks of entries besides intact bytes.
+
+    `store_key`: they must be signed with it; None takes any. `shapes`: what the KV of a model looks like, by
+    fingerprint, for models that are known; it may grow.
+    """
+
+    store_key: StoreKey | None = None
+    shapes: dict[str, ModelShape] = field(default_factory=dict)
+
+
+_NOTHING = Demands()
+
+
+class _Digest(NamedTuple):
+    """How the layers of an entry are digested."""
+
+    field: str
+    num_digits: int
+    of: Callable[[], Any]  # an object with `update` and `hexdigest`
+
+
+def _blake3() -> Any:
+    from blake3 import blake3  # here: a store without a key does without
+
+    return blake3()
+
+
+_CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_blake3", 64, _blake3)
+
+
+# --- writing: facts -> header bytes, then one layer after the other ---
+
+
+def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
+    """Bytes of length prefix and header, which is where the tensors of a chunk's file start."""
+    digest = _digest_for(store_key)
+    nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
+    if nbytes > _MAX_HEADER_BYTES:
+        num_tokens = len(kv.header.prefix_ids) + kv.header.num_tokens
+        raise UsageError(
+            f"a chunk and what it was computed behind, {num_tokens} tokens, are too long to be stored: their ids take "
+            f"{nbytes} bytes, {_MAX_HEADER_BYTES} are read; split documents into smaller chunks (--chunk-size)"
+        )
+    return nbytes
+
+
+def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
+    """Write a chunk's file to an empty, seekable stream, signed where there is a key; `data_offset` is its
+    `header_nbytes`.
+    """
+    # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
+    stream.seek(data_offset)
+    checksums = []
+    for layer in kv.layers:
+        data = [_tensor_bytes(tensor) for tensor in layer]
+        checksums.append(_checksum(_digest_for(store_key), *data))
+        stream.writelines(data)
+    stream.seek(0)
+    header = _encode_header(kv.header, kv.layers, checksums, store_key)
+    assert len(header) == data_offset
+    stream.write(header)
+
+
+def encode_chunk(kv: MemoryKV, store_key: StoreKey | None = None) -> bytes:
+    """The bytes of a chunk's file, for stores that keep values instead of files."""
+    stream = io.BytesIO()
+    write_chunk(stream, kv, header_nbytes(kv, store_key), store_key)
+    return stream.getvalue()
+
+
+def _digest_for(store_key: StoreKey | None) -> _Digest:
+    return _CHECKSUM if store_key is None else _SECURE
+
+
+def _encode_header(
+    header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str], store_key: StoreKey | None
+) -> bytes:
+    """Length prefix and header. Its length depends on shapes and facts, not on the checksums' digits."""
+    version = FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION
+    facts = {
+        "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
+        **({} if store_key is None else {"signature": "0" * DIGITS}),  # second, at _SIGNATURE
+        "format_version": version if store_key is None else SIGNED_FORMAT_VERSION,
+        "layout_version": header.layout_version,
+        "key": header.key,
+        "fingerprint": header.fingerprint,
+        "namespace": header.namespace,
+        "dtype": header.dtype,
+        **({} if header.is_lossless else {"kv_dtype": header.kv_dtype}),
+        "num_layers": header.num_layers,
+        "prefix_ids": [int(token) for token in header.prefix_ids],
+        "token_ids": [int(token) for token in header.token_ids],
+        _digest_for(store_key).field: list(checksums),
+    }
+    table: dict[str, Any] = {"__metadata__": {"ragblend": json.dumps(facts, separators=(",", ":"))}}
+    end = 0
+    for index, layer in enumerate(layers):
+        *_, keys, values = layer
+        for spec, tensor in zip(tensor_specs(header, keys.shape, values.shape), layer, strict=True):
+            start, end = end, end + tensor.nbytes
+            table[f"layer.{index:03d}.{spec.name}"] = {
+                "dtype": _SAFETENSORS_DTYPES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [start, end],
+            }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors does: tensor data starts 8-byte aligned
+    raw = bytearray(len(text).to_bytes(8, "little") + text)
+    if store_key is not None:
+        raw[_SIGNATURE] = store_key.sign(header.namespace, raw).encode()
+    raw[_DIGITS] = xxh3_128_hexdigest(raw).encode()
+    return bytes(raw)
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's elements in row-major order; no copy when it is contiguous on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(digest: _Digest, *parts: memoryview) -> str:
+    """The digest of the parts, one after the other."""
+    made = digest.of()
+    for part in parts:
+        made.update(part)
+    return str(made.hexdigest())
+
+
+# --- reading: header bytes -> facts and positions ---
+
+
+class _Span(NamedTuple):
+    """Where one layer lies in the file."""
+
+    offset: int
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+    checksum: str
+
+
+class _Entry(NamedTuple):
+    """An entry whose header was found good."""
+
+    header: KVHeader
+    spans: tuple[_Span, ...]
+    digest: _Digest
+    is_trusted: bool  # signed with the reader's key
+
+
+def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> _Entry:
+    """Facts and layer positions of a file that starts with `raw`, has `file_nbytes` bytes and is to be `key`'s.
+
+    Every field is checked: against `key`, which model, prefix, tokens and namespace make; against the model's shape
+    where that is known; and, in all, against the file's size. Nothing of that size is allocated before.
+    """
+    if raw[8 : _DIGITS.start] != _OPENING:
+        raise UnreadableError("not written by ragblend")
+    zeroed = bytearray(raw)
+    zeroed[_DIGITS] = b"0" * 32
+    if xxh3_128_hexdigest(zeroed).encode() != raw[_DIGITS]:
+        raise UnreadableError("the header does not match its checksum")
+    try:
+        table = json.loads(raw[8:])
+        facts = json.loads(table.pop("__metadata__")["ragblend"])
+        version, layout, kv_dtype = facts["format_version"], facts["layout_version"], facts.get("kv_dtype")
+        known = [FORMAT_VERSION, QUANTIZED_FORMAT_VERSION, SIGNED_FORMAT_VERSION]
+        if version not in known or layout != LAYOUT_VERSION or kv_dtype not in (None, *CODE_DTYPES):
+            found = _short(f"{(version, layout)}{f' with {kv_dtype}' if kv_dtype else ''}")
+            reads = [(each, LAYOUT_VERSION) for each in known]
+            raise MismatchError(f"format and layout versions {found}, this ragblend reads {reads}")
+        is_signed = version == SIGNED_FORMAT_VERSION
+        header = KVHeader(
+            key=facts["key"],
+            fingerprint=facts["fingerprint"],
+            prefix_ids=tuple(facts["prefix_ids"]),
+            token_ids=tuple(facts["token_ids"]),
+            num_layers=facts["num_layers"],
+            dtype=facts["dtype"],
+            namespace=facts["namespace"],
+            layout_version=facts["layout_version"],
+            kv_dtype=kv_dtype,
+        )
+        if header.key != key:
+            raise UnreadableError(f"it holds the KV of {_short(str(header.key))}")
+        if chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace) != key:
+            raise UnreadableError("its token ids, model, prefix and namespace do not make its key")
+        is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, demands.store_key)
+        if demands.store_key is not None and not is_trusted:
+            raise UnsignedError(UNSIGNED)
+        digest = _SECURE if is_signed else _CHECKSUM
+        spans = _layer_spans(header, table, facts[digest.field], start=len(raw))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise UnreadableError(f"the header does not describe an entry: {_short(repr(error))}") from error
+    if (end := spans[-1].offset + spans[-1].nbytes) != file_nbytes:
+        raise UnreadableError(f"the file has {file_nbytes} bytes, its header says {end}")
+    if (shape := demands.shapes.get(header.fingerprint)) is not None:
+        problem = shape.misfit(header, [_dims(span.tensors) for span in spans])
+        if problem:
+            raise UnreadableError(problem)
+    return _Entry(header, spans, digest, is_trusted)
+
+
+def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKey | None) -> bool:
+    """Whether the header `raw` carries the key's signature. `zeroed`: the same with its checksum's digits zeroed."""
+    if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
+        return False
+    zeroed[_SIGNATURE] = b"0" * DIGITS
+    return store_key.signs(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
+
+
+def _layer_spans(header: KVHeader, table: Mapping[str, Any], checksums: Sequence[str], start: int) -> tuple[_Span, ...]:
+    """Position of every layer; ValueError unless the tensors follow each other without a gap, of the right shapes."""
+    spans, end, num_tensors = [], 0, 0
+    for index, checksum in enumerate(checksums):
+        layer_start, layer = end, f"layer.{index:03d}"
+        specs = tensor_specs(header, *(table[f"{layer}.{name}"]["shape"] for name in ("keys", "values")))
+        for name, dtype, shape in specs:
+            tensor = table[f"{layer}.{name}"]
+            nbytes = math.prod(shape) * dtype.itemsize
+            if (
+                tensor["data_offsets"] != [end, end + nbytes]
+                or tensor["shape"] != list(shape)
+                or not all(type(count) is int and 0 < count < _MAX_DIM for count in shape)
+            ):
+                raise ValueError(f"{layer}.{name} at {tensor['data_offsets']}, shape {tensor['shape']}")
+            end += nbytes
+        num_tensors += len(specs)
+        spans.append(_Span(start + layer_start, end - layer_start, specs, checksum))
+    if not spans or len(spans) != header.num_layers or len(table) != num_tensors:
+        raise ValueError(f"{len(table)} tensors and {len(checksums)} checksums for {header.num_layers} layers")
+    return tuple(spans)
+
+
+def _short(text: str) -> str:
+    """What a header says may be as long as the header."""
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
+    """H, D of keys and D of values of a layer's tensors; (H, D, 0) where keys and values have not the same heads."""
+    keys, values = tensors[-2].shape, tensors[-1].shape
+    return keys[0], keys[2], values[2] if values[0] == keys[0] else 0
+
+
+# --- reading: one open file, one layer at a time ---
+
+
+class OpenFile:
+    """A read-only descriptor that closes when the last reader lets go of it, so no read meets a reused number."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1  # __del__ runs even when the next line raises
+        self.fd = open_file(path)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    @property
+    def keepable(self) -> bool:
+        """Whether half of the process's descriptors are still free (the kernel hands out the lowest number)."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return limit == resource.RLIM_INFINITY or self.fd < limit // 2
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset` on; UnreadableError when the file ends first."""
+        while buffer.nbytes:
+            count = os.preadv(self.fd, [buffer], offset)
+            if count == 0:
+                raise UnreadableError(f"the file ends at byte {offset}, {buffer.nbytes} bytes early")
+            buffer, offset = buffer[count:], offset + count
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size. UnreadableError where most of it is a hole."""
+        try:
+            return dense_size(self.fd)
+        except OSError as error:
+            raise UnreadableError(error.strerror or str(error)) from error
+
+
+class _Bytes:
+    """A chunk's file that came as one value."""
+
+    __slots__ = ("_data", "nbytes")
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.nbytes = memoryview(data), len(data)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset` on; UnreadableError when the bytes end first."""
+        part = self._data[offset : offset + buffer.nbytes]
+        if part.nbytes < buffer.nbytes:
+            raise UnreadableError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
+        buffer[:] = part
+
+
+class _Source(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, buffer: memoryview, offset: int) -> None: ...
+
+
+def _header_bytes(source: _Source) -> tuple[bytes, int]:
+    """Length prefix with header, unverified, and the size of the whole in bytes."""
+    size = source.nbytes
+    prefix = bytearray(8)
+    source.read(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if not len(_OPENING) + 32 < length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise UnreadableError(f"a header of {length} bytes in a file of {size}")
+    text = bytearray(length)
+    source.read(memoryview(text), 8)
+    return bytes(prefix + text), size
+
+
+def _read_layer(source: _Source, entry: _Entry, index: int) -> StoredLayer:
+    """One layer as it is stored, verified, in memory of its own."""
+    span = entry.spans[index]
+    # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
+    with torch.inference_mode(False):
+        try:
+            buffer = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")  # not zeroed first, as bytearray is
+        except RuntimeError as error:
+            raise OSError(errno.ENOMEM, f"there is no memory for {span.nbytes} bytes") from error
+        data = buffer.numpy().data
+        source.read(data, span.offset)
+        if _checksum(entry.digest, data) != span.checksum:
+            raise UnreadableError(f"layer {index} does not match its checksum")
+        layer = _layer_in(buffer, span.tensors, entry.header)
+    # Who signs does not store what is not finite (`TieredStore.put`); anybody else may.
+    if not entry.is_trusted and not layer_is_finite(layer):
+        raise UnreadableError(f"layer {index} holds infinity or NaN")
+    return layer
+
+
+def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> StoredLayer:
+    """The layer whose tensors lie side by side in `buffer`."""
+    tensors, end = [], 0
+    for _, dtype, shape in specs:  # the widest dtypes come first, so that each starts aligned
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        tensors.append(buffer[start:end].view(dtype).view(shape))
+    return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
+
+
+def decode_chunk(data: bytes, key: str, demands: Demands = _NOTHING) -> MemoryKV:
+    """The chunk in the bytes of its file, every byte of them verified.
+
+    Raises UnreadableError for damage, for another key's chunk and for what does not meet `demands`, MismatchError for
+    another version's.
+    """
+    source = _Bytes(data)
+    entry = _decode_header(*_header_bytes(source), key, demands)
+    return MemoryKV(entry.header, tuple(_read_layer(source, entry, index) for index in range(len(entry.spans))))
+
+
+class DiskKV:
+    """ChunkKV in a file. Each `layer` call reads and verifies that layer alone, into memory of its own.
+
+    The file stays open, so deleting or replacing the entry does not disturb a reader. `close`, leaving a `with`
+    block or garbage collection lets it go; after that, and when the process is short of descriptors, `layer` opens
+    the file again and accepts it if its header, and so every checksum, is the same. Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        path: Path,
+        file: OpenFile,
+        on_damage: Callable[[str, Path, OpenFile, str], None],
+        demands: Demands = _NOTHING,
+    ) -> None:
+        raw, file_nbytes = _header_bytes(file)
+        self._entry = _decode_header(raw, file_nbytes, key, demands)
+        self.header = self._entry.header
+        self._path, self._digits, self._on_damage = path, raw[_DIGITS], on_damage
+        self._file: OpenFile | None = file if file.keepable else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors."""
+        return sum(span.nbytes for span in self._entry.spans)
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of one layer, [H, T, D] each, on the CPU; see `stored_layer`."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, on the CPU. Read-only by contract: its tensors share one buffer.
+
+        Raises DamagedEntryError when its bytes fail their checksum, or the file is gone and was not kept open.
+        """
+        file = None
+        try:
+            file = self._file or self._reopen()
+            return self._read(file, index)
+        except UnreadableError as error:
+            if file is not None:
+                self._on_damage(self.header.key, self._path, file, str(error))
+            raise DamagedEntryError(self.header.key, str(error)) from error
+        except OSError as error:
+            raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
+
+    def verify(self, file: OpenFile) -> None:
+        """Read every layer from `file`, the one this was made of; UnreadableError at the first that is damaged."""
+        for index in range(self.header.num_layers):
+            self._read(file, index)
+
+    def close(self) -> None:
+        """Let the file go; a read under way in another thread still finishes."""
+        self._file = None
+
+    def __enter__(self) -> DiskKV:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reopen(self) -> OpenFile:
+        file = OpenFile(self._path)
+        if _header_bytes(file)[0][_DIGITS] != self._digits:
+            raise OSError(errno.ESTALE, "the entry was replaced by another one")
+        return file
+
+    def _read(self, file: OpenFile, index: int) -> StoredLayer:
+        return _read_layer(file, self._entry, index)

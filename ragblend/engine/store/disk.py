@@ -1,0 +1,564 @@
+"""The durable tier: a directory of chunk files, shared by threads, processes and hosts.
+
+    ROOT/ab/abcdef....safetensors   an entry; `.damaged` instead of `.safetensors` once it failed a checksum
+    ROOT/models/FINGERPRINT.json    whose KV the store holds
+    ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
+    ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
+    ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
+    ROOT/entries.jsonl              whose namespace each entry is of, where quotas are kept (see `room`)
+
+An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
+its room.
+Works on names, files and directories; `chunk_file` knows what is inside an entry. Knows nothing about models,
+prompts or other tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from ragblend.engine.store.base import StoreCounters, VerifyResult
+from ragblend.engine.store.chunk_file import (
+    Demands,
+    DiskKV,
+    MismatchError,
+    OpenFile,
+    UnreadableError,
+    UnsignedError,
+    header_nbytes,
+    write_chunk,
+)
+from ragblend.engine.store.eviction import Policy
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
+from ragblend.engine.store.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
+from ragblend.engine.store.sealed import seal, unseal
+from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
+from ragblend.engine.store.sizes import format_bytes
+from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
+from ragblend.files.directory import Directory, remove_file, unlink
+from ragblend.files.reading import read_file
+
+log = logging.getLogger(__name__)
+
+MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
+NOTES = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
+"""Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
+TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
+TOUCHES_KEPT = 1 << 16  # entries whose next look at the time on disk is remembered, a few MB
+
+
+class StoreEntry(NamedTuple):
+    """One stored chunk. `nbytes` is the file's size, `last_used_s` seconds since the epoch, to the minute."""
+
+    key: str
+    nbytes: int
+    last_used_s: float
+    header: KVHeader
+
+
+class GcResult(NamedTuple):
+    """What `gc` removed, or would remove: evicted keys, quarantined and leftover temp files, and the bytes."""
+
+    evicted: tuple[str, ...]
+    num_quarantined: int
+    num_temp_files: int
+    freed_bytes: int
+    kept_bytes: int
+
+
+class DiskStore:
+    """KVStore in a directory, safe to share between threads and processes.
+
+    `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first, by `policy`:
+    "lru" removes the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`; uses are
+    counted by this process, the time of the last use is on disk). `quotas`: bytes each namespace may hold; one that
+    has too many loses its own. Pinned entries stay. A `put` looks at no other entry (see `room`), so of several
+    processes that write at the same time each may exceed the budget, or a quota, by a sixteenth of it before it sees
+    what the others wrote.
+
+    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
+    own, if it has one.
+
+    `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries (which the
+    checksums notice). `create=False` raises NotFoundError when `root` does not exist.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        fsync: bool = True,
+        create: bool = True,
+        capacity_bytes: int | None = None,
+        policy: Policy = "lru",
+        quotas: int | Mapping[str, int] | None = None,
+        store_key: KeyChoice = "auto",
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
+        self.root = Path(root)
+        self.capacity_bytes = capacity_bytes
+        self.store_key = chosen_key(store_key)
+        self._demands = Demands(self.store_key)
+        self._has_warned = False  # of an entry that is not signed
+        self._counters = StoreCounters()
+        self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
+        self._lock = threading.Lock()
+        if not create and not self.root.is_dir():
+            raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
+        self._directory = Directory(self.root, fsync=fsync)
+        self._room = Room(
+            self._directory,
+            capacity_bytes,
+            policy,
+            quotas,
+            read_header=self.header,
+            pinned=self.pinned_keys,
+            evicted=lambda key: self._count(num_evicted=1),
+        )
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Hits, misses, puts, damage and evictions of this process since the store was opened."""
+        return self._counters
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        self._demands.shapes[fingerprint] = shape
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
+        """The entry, its header verified and no layer read; None for a miss. Never raises.
+
+        A damaged, foreign or unsigned file is moved aside. One of another version, or with token ids other than
+        `token_ids`, stays where it is: somebody else may be able to use it.
+        """
+        path, file = self.root / key[:2] / f"{key}{ENTRY_SUFFIX}", None
+        try:
+            file = OpenFile(self._path(key))
+            kv = DiskKV(key, path, file, self._quarantine, self._demands)
+            if token_ids is not None and kv.header.token_ids != tuple(token_ids):
+                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the {len(token_ids)} asked for")
+        except FileNotFoundError:
+            pass
+        except (OSError, UsageError) as error:
+            log.warning("stored KV %s cannot be read: %s", key, error)
+        except MismatchError as error:
+            log.warning("stored KV %s in %s is not used: %s", key, path, error)
+            self._count(num_damaged=1)
+        except UnreadableError as error:
+            assert file is not None
+            self._quarantine(key, path, file, str(error), is_unsigned=isinstance(error, UnsignedError))
+        else:
+            handle = file.fd
+            self._count(num_hits=1)
+            self._room.read(kv.header, lambda: os.fstat(handle).st_size)
+            if self._may_be_stale(key):
+                self._touch(key, handle)
+            return kv
+        self._count(num_misses=1)
+        return None
+
+    def put(self, kv: ChunkKV) -> None:
+        """Store a chunk; when it returns, the entry survives a crash. Needs memory for one more layer at most.
+
+        An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk, the
+        budget or the quota is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
+        """
+        path = self._path(kv.header.key)
+        held = in_memory(kv)
+        data_offset = header_nbytes(held, self.store_key)
+        nbytes = data_offset + held.nbytes
+        with self._room.for_entry(held.header, nbytes):
+            self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
+        unlink(path.with_suffix(DAMAGED_SUFFIX))
+        self._count(num_puts=1)
+
+    def contains(self, key: str) -> bool:
+        """Whether `get` would answer, judged by the header (so that ingestion recomputes what is damaged)."""
+        return self.header(key) is not None
+
+    def header(self, key: str) -> KVHeader | None:
+        """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
+        try:
+            path = self._path(key)
+            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands).header
+        except (OSError, UsageError, UnreadableError):
+            return None
+
+    def headers(self) -> Iterator[KVHeader]:
+        """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""
+        for folder in self.root.glob("??"):
+            for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
+                if (header := self.header(path.stem)) is not None:
+                    yield header
+
+    def delete(self, key: str) -> bool:
+        """Remove an entry, and its damaged copy; whether there was one. Readers that hold it are not disturbed.
+
+        Raises StoreNotWritableError when it is there and cannot be removed.
+        """
+        try:
+            path = self._path(key)
+        except UsageError:
+            return False
+        removed = [remove_file(path), remove_file(path.with_suffix(DAMAGED_SUFFIX))]
+        self._room.gone(key)
+        return any(removed)
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all entries, without temp and damaged files; unverified."""
+        return (path.stem for path in self._files(ENTRY_SUFFIX))
+
+    def nbytes(self) -> int:
+        """Bytes of all entries' files, damaged ones included, on disk."""
+        return sum(stat.st_size for suffix in (ENTRY_SUFFIX, DAMAGED_SUFFIX) for _, stat in self._stats(suffix))
+
+    def entries(self) -> Iterator[StoreEntry]:
+        """Every readable entry with its header, size and last use."""
+        for path, stat in self._stats(ENTRY_SUFFIX):
+            header = self.header(path.stem)
+            if header is not None:
+                yield StoreEntry(path.stem, stat.st_size, stat.st_mtime, header)
+
+    def touch(self, key: str) -> None:
+        """Note that an entry was used (a faster tier answered for it), so that `gc` keeps it."""
+        self._room.used(key)
+        # A memory tier reports every chunk of every request, so the file is looked at no more often than it must be.
+        if self._may_be_stale(key):
+            with suppress(UsageError):
+                self._touch(key, self._path(key))
+
+    def _may_be_stale(self, key: str) -> bool:
+        """Whether an entry's time on disk can be off by TOUCH_INTERVAL_S, as far as this process knows."""
+        now_s = time.time()
+        # Due later than an interval from now: our clock was set back, and the time on disk may lie ahead.
+        return not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S
+
+    def _touch(self, key: str, target: int | Path) -> None:
+        """Set the modification time to now if it is off by TOUCH_INTERVAL_S; a read-only store keeps its times."""
+        with suppress(OSError):
+            now_s = time.time()
+            used_s = (os.fstat(target) if isinstance(target, int) else target.stat()).st_mtime
+            stale = abs(now_s - used_s) > TOUCH_INTERVAL_S  # ahead of us: a clock was set back
+            if len(self._touch_due_s) >= TOUCHES_KEPT:
+                self._touch_due_s.clear()
+            self._touch_due_s[key] = (now_s if stale else used_s) + TOUCH_INTERVAL_S
+            if stale:
+                os.utime(target)
+
+    def verify(self) -> Iterator[VerifyResult]:
+        """Read every byte of every entry; what fails is moved aside, and what was and is good after all comes back.
+
+        Shapes are held against what the store notes of its models, where no engine has said.
+        """
+        for fingerprint, facts in self.models().items():
+            if fingerprint not in self._demands.shapes and (shape := ModelShape.noted(facts)) is not None:
+                self.expect(fingerprint, shape)
+        for path in self._files(DAMAGED_SUFFIX):
+            if (reason := self._check(path)) == "" and _is_free(path.with_suffix(ENTRY_SUFFIX)):
+                with suppress(OSError):  # the right key was missing, or the disk had a bad moment
+                    path.replace(path.with_suffix(ENTRY_SUFFIX))
+                    log.warning("stored KV %s is good after all, and in its place again", path.stem)
+            elif reason is not None:
+                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
+        for path in self._files(ENTRY_SUFFIX):
+            if (reason := self._check(path)) is not None:
+                yield VerifyResult(path.stem, not reason, reason)
+
+    def paths(self) -> Iterator[Path]:
+        """Files of all entries, then of those that were moved aside; unverified."""
+        yield from self._files(ENTRY_SUFFIX)
+        yield from self._files(DAMAGED_SUFFIX)
+
+    def read_at(self, path: Path) -> MemoryKV:
+        """The entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves nothing aside."""
+        try:
+            return in_memory(DiskKV(path.stem, path, OpenFile(path), lambda *_: None, self._demands))
+        except UnreadableError as error:
+            raise DamagedEntryError(path.stem, str(error)) from error
+
+    def sign_notes(self, source: DiskStore) -> int:
+        """Sign the notes that `source`, the same directory with another key or none, believes; how many."""
+        count = 0
+        for folder in NOTES:
+            signed = {path for path, _ in self._notes(folder)}
+            for path, note in source._notes(folder):
+                if path not in signed:
+                    self._put_note(path, note)
+                    count += 1
+        return count
+
+    def holds(self, key: str) -> bool:
+        """Whether there is a file for the key, whatever is in it; and not only one that was set aside."""
+        return self._path(key).exists()
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether an entry ever had to leave for a budget, so that one that is gone need not be lost."""
+        return (self.root / EVICTED_MARK).exists()
+
+    def drop_damaged(self, key: str) -> None:
+        """Remove what was set aside of a key, and the entry itself if it is none that this version reads."""
+        if self.contains(key):
+            remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
+        else:
+            self.delete(key)
+
+    def clean(self) -> int:
+        """Remove temp files that a dead process of this host, or anyone an hour ago, left behind; how many."""
+        return self._directory.clean()
+
+    def gc(
+        self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
+    ) -> GcResult:
+        """Remove leftovers, damaged files, entries that `keep` turns down, then the least recently used ones.
+
+        max_bytes: what the remaining files may hold together; None leaves the rest alone, and pinned entries stay
+        whatever it is. `dry_run` only reports. Raises CorruptError, with nothing evicted, when a pin cannot be read,
+        and StoreNotWritableError when not everything could be removed.
+        """
+        if max_bytes is not None and max_bytes < 0:
+            raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
+        leftovers, quarantined = list(self._directory.leftovers()), list(self._stats(DAMAGED_SUFFIX))
+        entries = self._by_last_use()
+        pinned = self.pinned_keys() if max_bytes is not None else frozenset()
+        kept_bytes = sum(stat.st_size for _, stat in entries)
+        unwanted = {path for path, _ in entries if keep is not None and not keep(path.stem)}
+        kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
+        evicted = []
+        for path, stat in entries:  # oldest first
+            if path not in unwanted:
+                if max_bytes is None or kept_bytes <= max_bytes or path.stem in pinned:
+                    continue
+                kept_bytes -= stat.st_size
+            evicted.append((path, stat))
+        doomed = leftovers + quarantined + evicted
+        freed_bytes = sum(stat.st_size for _, stat in doomed)
+        keys = tuple(path.stem for path, _ in evicted)
+        if not dry_run:
+            self._remove(doomed)
+            self._count(num_evicted=len(evicted))
+        return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Remove entries, in this order, all that can be; the bytes freed. Raises what `gc` raises."""
+        found = []
+        for path in map(self._path, keys):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+        self._remove(found)
+        return sum(stat.st_size for _, stat in found)
+
+    def _remove(self, doomed: Sequence[tuple[Path, os.stat_result]]) -> None:
+        """Remove files, all that can be. Raises StoreNotWritableError, with how far it came, when some cannot."""
+        failure, num_kept, kept_bytes = "", 0, 0
+        for path, stat in doomed:
+            try:
+                remove_file(path)  # one that is gone already is what was wanted
+            except StoreNotWritableError as error:
+                failure, num_kept, kept_bytes = str(error), num_kept + 1, kept_bytes + stat.st_size
+        self._room.changed()
+        if num_kept:
+            freed_bytes = sum(stat.st_size for _, stat in doomed) - kept_bytes
+            raise StoreNotWritableError(
+                f"{num_kept} of {len(doomed)} files could not be removed, {format_bytes(freed_bytes)} were freed and "
+                f"{format_bytes(kept_bytes)} were not. {failure}"
+            )
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Keep a document's entries, stored now or later, until it is unpinned: after restarts and for every process.
+
+        Replaces an earlier pin of the document. Raises StoreNotWritableError where nothing can be written.
+        """
+        self._put_note(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
+
+    def unpin(self, document: str) -> bool:
+        """Let a document's entries be evicted again; whether it was pinned. Raises what `pin` raises."""
+        return remove_file(self._pin_path(document))
+
+    def pins(self) -> dict[str, tuple[str, ...]]:
+        """Keys of pinned documents; an unreadable note is skipped with a warning."""
+        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in self._notes(PINS_DIR, log.warning)}
+
+    def pinned_keys(self) -> frozenset[str]:
+        """Keys of all pinned documents. Raises CorruptError when a pin cannot be read: nobody knows what it keeps."""
+        damaged: list[str] = []
+        notes = [note for _, note in self._notes(PINS_DIR, lambda *said: damaged.append(said[0] % said[1:]))]
+        if damaged:
+            raise CorruptError(
+                f"{damaged[0]}, so what it keeps is not known, and nothing is evicted. Mend it: ragblend verify "
+                f"--repair --store {self.root}"
+            )
+        return frozenset(str(key) for note in notes for key in note["keys"])
+
+    def place_of_pin(self, document: str) -> str:
+        """Where the pin of a document is noted, as `verify_notes` names it."""
+        return _place(self._pin_path(document))
+
+    def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
+        """Note whose KV this store holds (name, dtype, number of layers, ...), as JSON. Raises what `put` raises."""
+        self._put_note(self._model_path(fingerprint), facts)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What `put_model` noted, by fingerprint; an unreadable note is skipped with a warning."""
+        return {path.stem: note for path, note in self._notes(MODELS_DIR, log.warning)}
+
+    def knows_model(self, fingerprint: str) -> bool:
+        """Whether it was noted, readably or not, that this store holds KV of that model."""
+        return self._model_path(fingerprint).exists()
+
+    def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
+        """Keep a calibration, in place of the one of that name. Raises what `put` raises."""
+        path = self.root / CALIBRATIONS_DIR / filename
+        self._put_note(path, facts)
+        return path
+
+    def verify_notes(
+        self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
+    ) -> Iterator[VerifyResult]:
+        """What is wrong with the store's notes on models, calibrations, machines and pins; `key` is their place in it.
+
+        Answers depend on them: a calibration says how much is recomputed. `problem_of`: what is wrong with a note
+        whose bytes are as they were written, "" for nothing.
+        """
+        found = list[VerifyResult]()
+
+        def complain(_: str, path: Path, error: Exception) -> None:
+            found.append(VerifyResult(_place(path), False, str(error)))
+
+        for folder in (*NOTES, PINS_DIR):
+            for path, note in self._notes(folder, complain):
+                problem = problem_of(path, note) if problem_of is not None else ""
+                if problem:
+                    complain("", path, UsageError(problem))
+        yield from found
+
+    def drop_note(self, place: str) -> None:
+        """Remove a note that `verify_notes` named. Raises StoreNotWritableError."""
+        remove_file(self.root / place)
+
+    def _notes(
+        self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The notes of one kind; of those that cannot be read `complain` is told."""
+        for path in sorted((self.root / folder).glob("[!.]*.json")):
+            try:
+                yield path, unseal(read_file(path), _note_kind(path), self._note_key(path))
+            except FileNotFoundError:
+                continue  # gone meanwhile
+            except (OSError, ValueError) as error:
+                complain("%s is damaged (%s)", path, error)
+
+    def _put_note(self, path: Path, facts: Mapping[str, Any]) -> None:
+        data = seal(facts, _note_kind(path), self._note_key(path))
+        with suppress(OSError):
+            if read_file(path) == data:
+                return
+        self._directory.replace(path, len(data), lambda stream: stream.write(data))
+
+    def _note_key(self, path: Path) -> StoreKey | None:
+        return self.store_key if path.parent.name in NOTES else None
+
+    def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
+        """Every entry, the least recently used first. Times that lie ahead (a clock went back) become now."""
+        now_s = time.time()
+        found = []
+        for path, stat in self._stats(ENTRY_SUFFIX):
+            if stat.st_mtime > now_s + CLOCK_SLACK_S:
+                with suppress(OSError):
+                    os.utime(path, (now_s, now_s))
+            found.append((min(stat.st_mtime_ns, int(now_s * 1e9)), path.stem, path, stat))
+        return [(path, stat) for _, _, path, stat in sorted(found, key=lambda item: item[:2])]
+
+    def _pin_path(self, document: str) -> Path:
+        return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
+
+    def _model_path(self, fingerprint: str) -> Path:
+        return self.root / MODELS_DIR / f"{_checked_name(fingerprint)}.json"
+
+    def _path(self, key: str) -> Path:
+        return self.root / _checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"
+
+    def _files(self, suffix: str) -> Iterator[Path]:
+        """Files of that suffix whose name is a key in the right directory, in order of their keys."""
+        for path in sorted(self.root.glob(f"??/[!.]*{suffix}")):
+            if NAME.fullmatch(path.stem) and path.stem[:2] == path.parent.name:
+                yield path
+
+    def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in self._files(suffix):
+            with suppress(OSError):  # deleted or quarantined meanwhile, or a loop of links
+                yield path, path.stat()
+
+    def _check(self, path: Path) -> str | None:
+        """Why this file is not an intact entry of its name; "" when it is, None when it is gone."""
+        file = None
+        try:
+            file = OpenFile(path)
+            DiskKV(path.stem, path, file, self._quarantine, self._demands).verify(file)
+        except FileNotFoundError:
+            return None if not path.is_symlink() else "it is a link to nowhere"
+        except (OSError, MismatchError) as error:
+            return str(error)
+        except UnreadableError as error:
+            assert file is not None
+            if path.suffix != DAMAGED_SUFFIX:
+                self._quarantine(path.stem, path, file, str(error))
+            return str(error)
+        return ""
+
+    def _quarantine(self, key: str, path: Path, file: OpenFile, reason: str, *, is_unsigned: bool = False) -> None:
+        """Move a damaged file out of the way, unless another writer has already replaced it."""
+        self._count(num_damaged=1, num_unsigned=int(is_unsigned))
+        self._room.changed()
+        aside = path.with_suffix(DAMAGED_SUFFIX)
+        try:
+            if os.path.samestat(os.fstat(file.fd), path.stat()):
+                path.replace(aside)
+                outcome = f"moved to {aside}"
+            else:
+                outcome = "already replaced by another writer"
+        except OSError as error:
+            outcome = f"not moved aside: {error}"
+        if not is_unsigned:
+            log.warning("stored KV %s is damaged (%s), %s; repair: ragblend verify --repair", key, reason, outcome)
+            return
+        is_first, self._has_warned = not self._has_warned, True  # a store from before there was a key has nothing else
+        log.log(
+            logging.WARNING if is_first else logging.INFO,
+            "stored KV %s is not used: %s, %s. Who wrote it? If you trust all that this store holds: ragblend sign "
+            "--store %s; else ragblend verify --repair", key, reason, outcome, self.root,
+        )  # fmt: skip
+
+    def _count(self, **steps: int) -> None:
+        with self._lock:
+            for name, step in steps.items():
+                setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def _note_kind(path: Path) -> str:
+    """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path)
+
+
+def _checked_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a file of a store; use `store.keys`'s chunk_key or fingerprint")
+    return name

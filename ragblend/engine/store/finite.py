@@ -1,0 +1,63 @@
+"""Whether stored numbers are numbers: infinity and NaN spread over every token that attends to them.
+
+Asked of every layer that is read without a signature, so it costs two passes over integers (0.03 s per GB on one core,
+as much as the checksum) instead of a comparison per element (0.6 to 2.4 s). Works on tensors as they are stored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.kv import LayerKV, MemoryKV, StoredLayer
+from ragblend.engine.store.quantize import LARGEST_CODE
+
+# As unsigned integers, negative infinity and negative NaNs are the largest patterns; as signed ones, positive ones are.
+_PATTERNS = {
+    torch.float32: (np.uint32, np.int32, 0x7F800000),
+    torch.bfloat16: (np.uint16, np.int16, 0x7F80),
+    torch.float16: (np.uint16, np.int16, 0x7C00),
+}  # and infinity's
+
+
+def layer_is_finite(layer: StoredLayer) -> bool:
+    """Whether every number of a layer, read in its model's dtype, is finite. The layer is on the CPU, contiguous."""
+    if isinstance(layer, LayerKV):
+        return all(map(is_finite, layer))
+    dtype = layer.first_keys.dtype
+    scales, first, codes = layer[:2], layer[2:4], layer[4:]
+    return all(map(is_finite, (*scales, *first))) and all(
+        _codes_are_finite(code, scale, dtype) for code, scale in zip(codes, scales, strict=True)
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is infinite or NaN. float32, bfloat16 or float16."""
+    unsigned, signed, infinity = _PATTERNS[tensor.dtype]
+    bits = tensor.reshape(-1).view(torch.uint8).numpy()
+    if not bits.size:
+        return True
+    minus_infinity = infinity + (1 << (8 * tensor.itemsize - 1))
+    return int(bits.view(signed).max()) < infinity and int(bits.view(unsigned).max()) < minus_infinity
+
+
+def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
+    """Whether codes times scales are finite in `dtype`. Nothing is stored as int8's -128 or one of fp8's NaNs."""
+    bits = codes.reshape(-1).view(torch.uint8).numpy()
+    if bits.size:
+        bad = int(bits.view(np.int8).min()) == -128 if codes.dtype == torch.int8 else int((bits & 0x7F).max()) == 0x7F
+        if bad:
+            return False
+    return is_finite((scales.abs() * LARGEST_CODE[codes.dtype]).to(dtype))
+
+
+def kv_is_finite(kv: MemoryKV) -> bool:
+    """Whether a chunk is finite as it was computed, on any device; in eight bits nothing else is made (`quantize`)."""
+    tensors = [tensor for layer in kv.layers if isinstance(layer, LayerKV) for tensor in layer if tensor.numel()]
+    return all(
+        is_finite(tensor)
+        if tensor.device.type == "cpu" and tensor.is_contiguous()
+        else bool(torch.isfinite(tensor.abs().amax()))
+        for tensor in tensors
+    )

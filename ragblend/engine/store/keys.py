@@ -1,0 +1,128 @@
+"""Keys: when two stored KV caches are the same, and which model made them.
+
+Works on token ids, bytes and files. Knows nothing about tensors' meaning, stores or prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from ragblend.engine.store.kv import LAYOUT_VERSION
+from ragblend.files.reading import read_file
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES = 16 * 1024 * 1024
+
+
+def chunk_key(
+    fingerprint: str, prefix_ids: Sequence[SupportsIndex], token_ids: Sequence[SupportsIndex], namespace: str = ""
+) -> str:
+    """32 hex digits; equal exactly when layout version, model, prefix, token ids and namespace are equal.
+
+    Ids may be any integers below 2**32, NumPy's included.
+
+    >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    # Every part is preceded by its length, so no two different tuples of parts give the same bytes.
+    for part in (
+        str(LAYOUT_VERSION).encode(),
+        fingerprint.encode(),
+        _ids(prefix_ids),
+        _ids(token_ids),
+        namespace.encode(),
+    ):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
+    packed = array("I", tuple(map(index, token_ids)))  # index refuses fractions, array what exceeds 32 bits
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:
+    """32 hex digits; equal exactly when weight bytes, architecture config (RoPE included) and dtype are equal."""
+    text = json.dumps([weights_digest, dict(config), dtype], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def digest_buffers(buffers: Iterable[tuple[str, memoryview]]) -> str:
+    """Digest of named byte buffers, for weights that live in memory only. Order of the names does not matter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, buffer in sorted(buffers, key=lambda item: item[0]):
+        # Lengths first, so that no bytes can pass for a name or for the next buffer's.
+        digest.update(f"{len(name)}|{buffer.nbytes}|{name}".encode())
+        digest.update(buffer)
+    return digest.hexdigest()
+
+
+def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
+    """Digest of file names and contents, in any order; remembered in `cache` by path, size and modification time."""
+    known = _read_cache(cache)
+    named_digests = []
+    changed = False
+    for path in paths:
+        stat = path.stat()
+        entry = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if entry not in known:
+            known[entry] = _digest_file(path)
+            changed = True
+        named_digests.append((path.name, known[entry]))
+    if changed and cache is not None:
+        _write_cache(cache, known)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, file_digest in sorted(named_digests):  # by digest too: shards in two folders may share a name
+        digest.update(f"{name}\0{file_digest}\0".encode())
+    return digest.hexdigest()
+
+
+def default_digest_cache() -> Path:
+    """Where file digests are remembered: `$XDG_CACHE_HOME/ragblend/weights.json`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "ragblend" / "weights.json"
+
+
+def _digest_file(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_cache(cache: Path | None) -> dict[str, str]:
+    if cache is None:
+        return {}
+    try:
+        known = json.loads(read_file(cache))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {str(entry): str(value) for entry, value in known.items()} if isinstance(known, dict) else {}
+
+
+def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
+    # Losing this file costs one re-hash, so a read-only home is not an error.
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as stream:
+            json.dump(dict(known), stream)
+        Path(stream.name).replace(cache)
+    except OSError as error:
+        log.debug("weight digests not remembered in %s: %s", cache, error)

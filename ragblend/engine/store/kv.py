@@ -1,0 +1,250 @@
+"""The value that is stored: one chunk's KV, layer by layer, and what it was computed from.
+
+The shape alphabet of the whole package: `L` layers, `H` KV heads, `T` tokens, `D` head dimension.
+Works on tensors and plain facts. Knows nothing about files, models or prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer, dequantize, quantize
+
+log = logging.getLogger(__name__)
+
+LAYOUT_VERSION = 1
+"""Version of what the stored tensors mean (pre-RoPE keys, one slice per layer). Part of every key."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes that KV is computed in, by the name written in headers."""
+
+
+class LayerKV(NamedTuple):
+    """One layer's KV of one chunk: `keys` [H, T, D] after QK-norm and **before RoPE**, `values` [H, T, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+StoredLayer = LayerKV | QuantizedLayer
+"""One layer as a store holds it: as computed, or in eight bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVHeader:
+    """What a chunk's KV was computed from, and how it is stored. Headers with the same `key` describe the same KV."""
+
+    key: str  # keys.chunk_key(fingerprint, prefix_ids, token_ids, namespace)
+    fingerprint: str  # of the model: weights, config, dtype, RoPE
+    prefix_ids: tuple[int, ...]  # the tokens it was computed behind; () for a prefix itself
+    token_ids: tuple[int, ...]  # T ids
+    num_layers: int
+    dtype: str  # a name in DTYPES: what it was computed in, and is read as
+    namespace: str = ""
+    layout_version: int = LAYOUT_VERSION
+    kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether what is read is bit for bit what was computed."""
+        return self.kv_dtype is None
+
+    @property
+    def stored_dtype(self) -> str:
+        """How it is stored: "int8", "fp8", or the dtype it was computed in."""
+        return self.kv_dtype or self.dtype
+
+
+class ModelShape(NamedTuple):
+    """What all KV of one model looks like, whatever the chunk: entries of another shape are not its own."""
+
+    dtype: str  # a name in DTYPES
+    layers: tuple[tuple[int, int, int], ...]  # H, D of keys, D of values, per layer
+
+    @classmethod
+    def of(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
+        """From a model's `kv_shapes`."""
+        return cls(dtype, tuple((int(heads), int(keys), int(values)) for heads, keys, values in shapes))
+
+    @classmethod
+    def noted(cls, facts: Mapping[str, Any]) -> Self | None:
+        """From what `as_facts` gave; None where that is not among `facts`."""
+        try:
+            shapes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in facts["kv_shapes"])
+            count, dtype = int(facts["num_layers"]), str(facts["dtype"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        return cls(dtype, shapes * count if len(shapes) == 1 else shapes) if dtype in DTYPES else None
+
+    def as_facts(self) -> dict[str, Any]:
+        """Plain JSON values, for a store's note of the model."""
+        shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
+        return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
+
+    def misfit(self, header: KVHeader, found: Sequence[tuple[int, int, int]]) -> str:
+        """Why KV of such a header, with layers `found`, is not this model's; "" where it is."""
+        if header.dtype != self.dtype:
+            return f"its dtype is {header.dtype}, the model's {self.dtype}"
+        if len(found) != len(self.layers):
+            return f"it has {len(found)} layers, the model {len(self.layers)}"
+        for index, (theirs, ours) in enumerate(zip(found, self.layers, strict=True)):
+            if theirs != ours:
+                return f"layer {index} has heads and dimensions {theirs}, the model {ours}"
+        return ""
+
+
+class ChunkKV(Protocol):
+    """One chunk's KV, readable layer by layer. Tensors are read-only for the caller.
+
+    `layer(i)` and `stored_layer(i)` raise DamagedEntryError when the bytes of layer i do not match their checksum;
+    other layers stay readable. `nbytes` counts the stored tensors of all layers.
+    """
+
+    @property
+    def header(self) -> KVHeader:
+        """What the KV was computed from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors."""
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of one layer, in the dtype they were computed in."""
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored; `restored` makes keys and values of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKV:
+    """ChunkKV whose layers are tensors in memory."""
+
+    header: KVHeader
+    layers: tuple[StoredLayer, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.header.num_layers:
+            raise ValueError(f"{len(self.layers)} layers given, the header says {self.header.num_layers}")
+        if self.header.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.header.dtype!r} cannot be stored; choose one of {', '.join(DTYPES)}")
+        for index, layer in enumerate(self.layers):
+            *_, keys, values = layer
+            specs = tensor_specs(self.header, keys.shape, values.shape)
+            for tensor, (name, dtype, shape) in zip(layer, specs, strict=True):
+                if tensor.shape != shape or tensor.dtype != dtype:
+                    raise ValueError(
+                        f"layer {index} {name} are {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}"
+                    )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors, as they are held."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of one layer, [H, T, D] each; made anew where they are held in eight bits."""
+        return restored(self.layers[index])
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is held."""
+        return self.layers[index]
+
+
+class TensorSpec(NamedTuple):
+    """One stored tensor of a layer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
+    """The tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
+
+    keys, values: shapes of the last two of them, [H, T, D] as computed, [H, T - S, D] as codes.
+    """
+    heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
+    dtype, num_tokens = DTYPES[header.dtype], header.num_tokens
+    if header.kv_dtype is None:
+        return (
+            TensorSpec("keys", dtype, (heads, num_tokens, dim)),
+            TensorSpec("values", dtype, (value_heads, num_tokens, value_dim)),
+        )
+    codes, num_codes = CODE_DTYPES[header.kv_dtype], keys[1]
+    num_first = num_tokens - num_codes
+    return (
+        TensorSpec("keys.scales", torch.float32, (heads, 1, dim)),
+        TensorSpec("values.scales", torch.float32, (value_heads, num_codes, 1)),
+        TensorSpec("keys.first", dtype, (heads, num_first, dim)),
+        TensorSpec("values.first", dtype, (value_heads, num_first, value_dim)),
+        TensorSpec("keys", codes, (heads, num_codes, dim)),
+        TensorSpec("values", codes, (value_heads, num_codes, value_dim)),
+    )
+
+
+def restored(layer: StoredLayer) -> LayerKV:
+    """Keys and values of a layer in the dtype they were computed in; the layer itself where it was stored so."""
+    return layer if isinstance(layer, LayerKV) else LayerKV(*dequantize(layer))
+
+
+def stored_as(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
+    """The chunk as a store of `kv_dtype` holds it: "auto" as computed, "int8" or "fp8" in eight bits.
+
+    The chunk itself where it is in eight bits already (rounding twice would add up), where that saves nothing (a few
+    tokens), or where a value is infinite or NaN.
+    """
+    if kv_dtype == "auto" or not kv.header.is_lossless:
+        return kv
+    layers = []
+    for index in range(kv.header.num_layers):
+        keys, values = kv.layer(index)
+        layer = quantize(keys, values, kv_dtype)
+        if layer is None or layer.nbytes >= keys.nbytes + values.nbytes:
+            log.debug("KV %s stays as computed: layer %d has nothing to gain from %s", kv.header.key, index, kv_dtype)
+            return kv
+        layers.append(layer)
+    return MemoryKV(replace(kv.header, kv_dtype=kv_dtype), tuple(layers))
+
+
+def in_memory(kv: ChunkKV) -> MemoryKV:
+    """Every layer read (and verified) into memory, as it is stored; a MemoryKV is returned as it is."""
+    if isinstance(kv, MemoryKV):
+        return kv
+    return MemoryKV(kv.header, tuple(kv.stored_layer(index) for index in range(kv.header.num_layers)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The header's name of a dtype that KV is computed in.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
+
+
+def total_tokens(chunks: Sequence[ChunkKV]) -> int:
+    """Sum of T over chunks."""
+    return sum(chunk.header.num_tokens for chunk in chunks)

@@ -1,0 +1,192 @@
+"""The fastest tier: chunk KV in memory under a byte budget.
+
+Works on ChunkKV values. Knows nothing about files, other tiers, models or prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.base import StoreCounters
+from ragblend.engine.store.eviction import Held, Ledger, Policy, recompute_cost
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, in_memory
+from ragblend.engine.store.sizes import format_bytes
+from ragblend.errors import StoreFullError, UsageError
+
+log = logging.getLogger(__name__)
+
+
+class _Entry(NamedTuple):
+    """An entry in memory and the write counters its tensors had when it came in."""
+
+    kv: MemoryKV
+    versions: tuple[int, ...]
+
+
+class MemoryStore:
+    """KVStore in memory: at most `capacity_bytes` of tensors are held, and what counts least goes first. Thread-safe.
+
+    `policy`: "lru" evicts the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`).
+    `quotas`: bytes each namespace may hold; one that has too many evicts its own. Pinned entries stay.
+
+    KV in eight bits is held in eight bits, so that the budget goes further; who reads a layer gets it made anew.
+    Tensors are shared with whoever put or got them and are read-only for everybody. An in-place torch operation on
+    one is noticed at the next `get`: the entry is dropped with a warning, as a miss, never an answer.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, *, policy: Policy = "lru", quotas: int | Mapping[str, int] | None = None
+    ) -> None:
+        if capacity_bytes < 0:
+            raise UsageError(
+                f"capacity_bytes is {capacity_bytes}; choose 0 (hold nothing) or more, such as 8 * 1024**3"
+            )
+        self._ledger = Ledger(capacity_bytes, policy, quotas)
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._pins: dict[str, frozenset[str]] = {}  # by document
+        self._counters = StoreCounters()
+        self._lock = threading.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What it may hold; a smaller one takes effect at the next `put`."""
+        return self._ledger.capacity_bytes or 0
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, nbytes: int) -> None:
+        self._ledger.capacity_bytes = nbytes
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Hits, misses, puts, damage and evictions since the store was made."""
+        return self._counters
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
+        """The entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
+        with self._lock:
+            held = self._entries.get(key)
+            if held is None:
+                self._counters.num_misses += 1
+                return None
+            if token_ids is not None and held.kv.header.token_ids != tuple(token_ids):
+                problem = "its token ids differ from those asked for"
+            elif versions(held.kv.layers) != held.versions:
+                problem = "a caller wrote into its tensors, which are read-only; it is dropped"
+                self._drop(key)
+            else:
+                self._entries.move_to_end(key)
+                self._ledger.use(key)
+                self._counters.num_hits += 1
+                return held.kv
+            self._counters.num_misses += 1
+            self._counters.num_damaged += 1
+        log.warning("KV %s in memory is not used: %s", key, problem)
+        return None
+
+    def put(self, kv: ChunkKV) -> None:
+        """Hold a chunk, evicting what counts least; the caller no longer writes to its tensors.
+
+        Tensors that are slices of larger ones, or live elsewhere than on the CPU, are copied. Raises StoreFullError
+        when the chunk alone exceeds the capacity or its namespace's quota, or pinned entries leave no room.
+        """
+        if not self.fits(kv):
+            raise StoreFullError(
+                f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, the memory tier holds "
+                f"{format_bytes(self.capacity_bytes)} in all; raise its capacity or split documents into smaller chunks"
+            )
+        source = in_memory(kv)
+        held = MemoryKV(source.header, tuple(_own(layer) for layer in source.layers))
+        with self._lock:
+            self._drop(held.header.key)
+            self._make_room(held)
+            self._entries[held.header.key] = _Entry(held, versions(held.layers))
+            self._ledger.hold(held.header.key, _held(held))
+            self._counters.num_puts += 1
+            assert self._ledger.used_bytes <= self.capacity_bytes
+
+    def fits(self, kv: ChunkKV) -> bool:
+        """Whether the chunk alone is within the capacity and its namespace's quota."""
+        quota = self._ledger.quotas.of(kv.header.namespace)
+        return kv.nbytes <= self.capacity_bytes and (quota is None or kv.nbytes <= quota)
+
+    def contains(self, key: str) -> bool:
+        """Whether the entry is held; does not count as a use."""
+        with self._lock:
+            return key in self._entries
+
+    def delete(self, key: str) -> bool:
+        """Drop an entry; whether there was one."""
+        with self._lock:
+            return self._drop(key)
+
+    def keys(self) -> Iterator[str]:
+        """Keys held at this moment, least recently used first."""
+        with self._lock:
+            return iter(tuple(self._entries))
+
+    def headers(self) -> Iterator[KVHeader]:
+        """Headers of the entries held at this moment. Counts nothing, and is no use of them."""
+        with self._lock:
+            return iter([held.kv.header for held in self._entries.values()])
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, never more than `capacity_bytes`."""
+        with self._lock:
+            return self._ledger.used_bytes
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Keep the entries of a document, held now or later, until it is unpinned; replaces an earlier pin of it."""
+        with self._lock:
+            self._pins[document] = frozenset(keys)
+
+    def unpin(self, document: str) -> bool:
+        """Let a document's entries be evicted again; whether it was pinned."""
+        with self._lock:
+            return self._pins.pop(document, None) is not None
+
+    def _make_room(self, kv: MemoryKV) -> None:
+        key, new = kv.header.key, _held(kv)
+        if max(self._ledger.excess(key, new)) <= 0:
+            return
+        leaving = self._ledger.to_leave(key, new, frozenset[str]().union(*self._pins.values()))
+        if leaving is None:
+            raise StoreFullError(
+                f"chunk {key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the memory tier; "
+                "unpin a document (ragblend unpin DOC) or raise memory_gib"
+            )
+        for other in leaving:
+            self._drop(other, evicted=True)
+            self._counters.num_evicted += 1
+
+    def _drop(self, key: str, *, evicted: bool = False) -> bool:
+        self._entries.pop(key, None)
+        return self._ledger.drop(key, evicted=evicted)
+
+
+def _held(kv: MemoryKV) -> Held:
+    return Held(kv.nbytes, kv.header.namespace, recompute_cost(kv.header))
+
+
+def _own(layer: StoredLayer) -> StoredLayer:
+    """The layer in CPU memory that holds nothing else: a slice would keep the whole it was cut from alive."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
+    if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
+        return layer
+    with torch.inference_mode(False):  # an inference tensor does not count in-place writes; its clone here does
+        return type(layer)(*(tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in layer))
+
+
+def _needs_copy(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
+
+
+def versions(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
+    """How often torch wrote into each tensor, views of it included; 0 for inference tensors, which do not count."""
+    return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

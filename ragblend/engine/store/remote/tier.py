@@ -1,0 +1,452 @@
+"""The shared tier: the bytes of chunk files in Redis or an object store, never in the way of an answer.
+
+A value is exactly what the disk tier's file holds, so the same code verifies it. It comes whole: one round trip a
+chunk, a request's chunks side by side (`fetch_ahead`) and within one time limit for all of them, everything verified
+before the plan is made, so that damage is a miss at once and never restarts a request. Writes wait in a queue until the
+other side takes them. Whatever fails or takes too long is a miss and a counter, also when it comes in the end; after a
+few failures the breaker keeps requests away until a probe, sent in the background, comes back.
+
+Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models or prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from time import monotonic, perf_counter
+from typing import NamedTuple
+
+from ragblend.engine.store.base import ByteStore, KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.chunk_file import Demands, UnreadableError, UnsignedError, decode_chunk, encode_chunk
+from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, in_memory
+from ragblend.engine.store.remote.breaker import CircuitBreaker, State
+from ragblend.engine.store.signing import KeyChoice, chosen_key
+from ragblend.engine.store.write_queue import WriteQueue
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+from ragblend.redaction import HIDDEN, redacted
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0  # the longest that a request, or a `get`, waits in all; recomputing a chunk is rarely slower than that
+QUEUE_BYTES = 1 << 30
+NUM_FETCHES = 8  # chunks on their way at the same time
+LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
+_MAX_BAD = 4096
+_OVERDUE = 0.9  # share of the time limit after which what has not come is taken for slow, not for asked too late
+
+
+class RemoteStatus(NamedTuple):
+    """How a remote tier is doing. `latency_s` is a ping's round trip, None when it did not come back.
+
+    `num_waiting` writes are on their way or owed, `num_dropped` were given up since the RemoteStore was made.
+    """
+
+    url: str
+    reachable: bool
+    latency_s: float | None
+    breaker: State
+    num_failures: int
+    num_dropped: int
+    num_waiting: int
+    queued_bytes: int
+    problem: str = ""
+
+
+class _Flight(NamedTuple):
+    """A fetch that is under way, or came back less than LINGER_S ago. Its result is None for a miss."""
+
+    future: Future[MemoryKV | None]
+    started_s: float
+
+
+class RemoteStore:
+    """KVStore over a ByteStore. `get` and `fetch_ahead` never raise and take `timeout_s` at most; `put` never waits.
+
+    `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
+    own, if it has one.
+
+    Requests that want the same chunk at the same time fetch it once. `delete` alone raises BackendUnreachableError
+    when the other side does not answer: who deletes must know that it is gone. `flush` waits for queued writes,
+    `close` drains them and releases threads and connections; both are safe to call again.
+    """
+
+    def __init__(
+        self,
+        values: ByteStore,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        queue_bytes: int = QUEUE_BYTES,
+        breaker: CircuitBreaker | None = None,
+        store_key: KeyChoice = "auto",
+    ) -> None:
+        self.values = values
+        self.store_key = chosen_key(store_key)
+        self._demands = Demands(self.store_key)
+        self.breaker = breaker or CircuitBreaker()
+        self.timeout_s = timeout_s
+        self._counters = StoreCounters()
+        self._flights: dict[str, _Flight] = {}
+        self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification: to be written anew
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._has_warned = False  # of the outage that lasts
+        remedy = f"; what is on disk goes there with: ragblend push --remote {values.url}"
+        self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._hold_back_s, remedy)
+
+    @property
+    def url(self) -> str:
+        """Of the other side, without its password."""
+        return self.values.url
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Hits, misses, puts, damage, failures and dropped writes since the store was made."""
+        self._counters.num_dropped = self._queue.num_dropped
+        return self._counters
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        self._demands.shapes[fingerprint] = shape
+
+    # -- reading
+
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None:
+        """The entry, whole and verified; None for a miss, which a remote that is slow or down is too.
+
+        `fetched`: what `fetch_ahead` brought; given, nothing else is waited for.
+        """
+        if fetched is None:
+            kv: ChunkKV | None = self.fetch_ahead([key]).get(key)
+        else:
+            kv = fetched.get(key)
+        if kv is not None and token_ids is not None and kv.header.token_ids != tuple(token_ids):
+            log.warning("KV %s from %s is not used: its token ids differ from those asked for", key, self.values.url)
+            self._count(num_damaged=1, num_misses=1, num_hits=-1)
+            return None
+        return kv
+
+    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
+        """Fetch `keys` side by side; what of them has come until `until_s` (monotonic seconds), or within `timeout_s`.
+
+        Each counts as a `get`.
+        """
+        until_s = monotonic() + self.timeout_s if until_s is None else until_s
+        flights = self.start(keys)
+        found: dict[str, MemoryKV] = {}
+        for key in dict.fromkeys(keys):
+            kv = self._queue.peek(key)
+            if kv is None and (flight := flights.get(key)) is not None:
+                kv = self._arrival(key, flight, until_s)
+            if kv is not None:
+                found[key] = kv
+            self._count(num_misses=kv is None, num_hits=kv is not None)
+        return found
+
+    def start(self, keys: Sequence[str]) -> dict[str, _Flight]:
+        """Start fetching `keys` side by side, without waiting; `get` waits for what is under way."""
+        wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
+        return {key: flight for key in wanted if (flight := self._start(key)) is not None}
+
+    def _start(self, key: str) -> _Flight | None:
+        """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
+        now_s = monotonic()
+        with self._lock:
+            for other, flight in list(self._flights.items()):
+                if flight.future.done() and now_s - flight.started_s > LINGER_S:
+                    del self._flights[other]
+            if (known := self._flights.get(key)) is not None:
+                return known
+            if self.breaker.is_closed:
+                future = self._pool().submit(self._fetch, key, now_s)
+                self._flights[key] = flight = _Flight(future, now_s)
+                return flight
+        self._probe_when_due()
+        return None
+
+    def _arrival(self, key: str, flight: _Flight, until_s: float) -> MemoryKV | None:
+        try:
+            return flight.future.result(max(0.0, min(until_s, flight.started_s + self.timeout_s) - monotonic()))
+        except (FutureTimeoutError, TimeoutError):
+            is_overdue = monotonic() - flight.started_s >= _OVERDUE * self.timeout_s
+            if is_overdue and self._forget(key, flight.started_s):  # several may wait for one flight; it fails once
+                flight.future.cancel()  # unless it is under way, which ends by its own time limit
+                self._failed(self._slow(key))
+        except CancelledError:  # by close(), or because it was overdue
+            self._forget(key, flight.started_s)
+        except Exception as error:  # a bug or no memory: costs this chunk, not the answer
+            self._forget(key, flight.started_s)
+            self._failed(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
+        return None
+
+    def _fetch(self, key: str, started_s: float) -> MemoryKV | None:
+        if not self.breaker.is_closed:  # it opened while this fetch waited for a thread
+            self._forget(key, started_s)
+            return None
+        data, problem = None, ""
+        if not self._is_late(started_s):
+            try:
+                data = self.values.get(key)
+            except RagblendError as error:
+                problem = str(error)
+        problem = problem or (self._slow(key) if self._is_late(started_s) else "")
+        if problem:
+            if self._forget(key, started_s):  # otherwise somebody waited for it in vain, and counted it
+                self._failed(problem)
+            return None
+        self.breaker.succeeded()
+        if data is None:
+            return None
+        return self._decoded(key, data)
+
+    def _decoded(self, key: str, data: bytes) -> MemoryKV | None:
+        """The chunk in a value; None, counted and noted, where it is not what it should be."""
+        try:
+            return decode_chunk(data, key, self._demands)
+        except UnreadableError as error:
+            log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
+            self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedError))
+            self._note_bad(key)
+            return None
+
+    def _is_late(self, started_s: float) -> bool:
+        return monotonic() - started_s > self.timeout_s
+
+    def _slow(self, key: str) -> str:
+        return f"KV {key} did not come from {self.values.url} within {self.timeout_s:g} s"
+
+    # -- writing
+
+    def put(self, kv: ChunkKV) -> None:
+        """Queue a chunk to be sent. One that is refused, or has no room and cannot be read back, counts as dropped."""
+        held = in_memory(kv)
+        with self._lock:
+            self._flights.pop(held.header.key, None)
+        if self._queue.put(held):
+            self._count(num_puts=1)
+
+    def read_back_from(self, tiers: Sequence[KVStore]) -> None:
+        """Where what finds no room in the queue is read again at its turn, fastest first; every `put` is there too."""
+
+        def read_back(key: str) -> MemoryKV | None:
+            found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
+            return None if found is None else in_memory(found)
+
+        self._queue.read_back = read_back if tiers else None
+
+    def send(self, kv: ChunkKV) -> None:
+        """Send a chunk while the caller waits. Raises BackendUnreachableError or StoreFullError when it fails."""
+        self._send(in_memory(kv))
+        self._count(num_puts=1)
+
+    def _send(self, kv: MemoryKV) -> None:
+        """Send one chunk, unless the other side has it."""
+        key = kv.header.key
+        if kv.nbytes > self.values.max_value_bytes:
+            raise StoreFullError(f"{kv.nbytes} bytes; {self.values.url} takes {self.values.max_value_bytes} at most")
+        try:
+            if key in self._bad or not self.values.contains(key):
+                self.values.put(key, encode_chunk(kv, self.store_key))
+        except BackendUnreachableError as error:
+            self._failed(str(error))
+            raise
+        self.breaker.wrote()
+        with self._lock:
+            self._bad.pop(key, None)
+
+    def _hold_back_s(self) -> float:
+        """Seconds the writer waits before it asks again: while the breaker is open, until its probe has come back."""
+        self._probe_when_due()
+        return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
+
+    def contains(self, key: str) -> bool:
+        """Whether the entry is there or on its way there; one that failed verification is not, nor while it is down."""
+        if self._queue.peek(key) is not None:
+            return True
+        if key in self._bad or not self._is_open_for_asking():
+            return False
+        try:
+            found = self.values.contains(key)
+        except RagblendError as error:
+            self._failed(str(error))
+            return False
+        self.breaker.succeeded()
+        return found
+
+    def delete(self, key: str) -> bool:
+        """Remove an entry; whether there was one. Raises BackendUnreachableError when that cannot be known."""
+        queued = self._queue.peek(key) is not None
+        self._queue.discard(key)
+        with self._lock:
+            self._flights.pop(key, None)
+            self._bad.pop(key, None)
+        return self.values.delete(key) or queued
+
+    def clean(self) -> int:
+        """Remove what killed writers left on the other side; how many. Raises BackendUnreachableError."""
+        return self.values.clean()
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all entries, unverified; none while the other side does not answer."""
+        return (key for key, _ in self._sizes())
+
+    def nbytes(self) -> int:
+        """Bytes of all entries; 0 while the other side does not answer."""
+        return sum(size for _, size in self._sizes())
+
+    def verify(self) -> Iterator[VerifyResult]:
+        """Fetch every value and read every byte of it; what is bad is written anew by the next `put` of its key.
+
+        Raises BackendUnreachableError when the other side does not answer.
+        """
+        for key in [key for key, _ in self.values.sizes()]:
+            try:
+                if (data := self.values.get(key)) is not None:
+                    decode_chunk(data, key, self._demands)
+                    yield VerifyResult(key, True, "")
+            except UnreadableError as error:
+                self._note_bad(key)
+                yield VerifyResult(key, False, f"in {self.values.url}: {error}")
+
+    # -- state
+
+    def status(self) -> RemoteStatus:
+        """Ask the other side for a sign of life, whatever the breaker says, and tell how it has been doing."""
+        start_s, problem = perf_counter(), ""
+        try:
+            self.values.ping()
+        except RagblendError as error:
+            problem = str(error)
+        latency_s = None if problem else perf_counter() - start_s
+        counters = self.counters
+        return RemoteStatus(
+            self.values.url,
+            not problem,
+            latency_s,
+            self.breaker.state,
+            counters.num_failures,
+            counters.num_dropped,
+            self.num_waiting,
+            self._queue.nbytes,
+            problem,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are on their way or owed."""
+        return self._queue.num_waiting
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for queued writes; False when `timeout_s` seconds were not enough. Without a limit, until it is back."""
+        return self._queue.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drain the queue for at most `timeout_s` seconds, then drop and count the rest. Whether all was written."""
+        drained = self._queue.close(timeout_s)
+        with self._lock:
+            executor, self._executor = self._executor, None
+            self._flights.clear()
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+        self.values.close()
+        return drained
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        try:
+            yield from self.values.sizes()
+        except RagblendError as error:
+            self._failed(str(error))
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-remote")
+        return self._executor
+
+    def _is_open_for_asking(self) -> bool:
+        if not self.breaker.is_closed:
+            self._probe_when_due()
+        return self.breaker.is_closed
+
+    def _probe_when_due(self) -> None:
+        """Send the breaker's probe in the background: no request waits for it."""
+        if self.breaker.claim_probe():
+            try:
+                with self._lock:
+                    self._pool().submit(self._probe)
+            except RuntimeError as error:  # the interpreter is going away
+                log.info("%s", error)
+                self.breaker.failed()
+
+    def _probe(self) -> None:
+        try:
+            self.values.ping()
+        except RagblendError as error:
+            log.info("%s", error)
+            self.breaker.failed()
+        else:
+            self.breaker.probed()
+            log.warning("%s answers again", self.values.url)
+            self._has_warned = False
+
+    def _failed(self, reason: str) -> None:
+        self._count(num_failures=1)
+        self.breaker.failed()
+        with self._lock:
+            is_new, self._has_warned = not self._has_warned, True
+        if not is_new:  # an outage is one line, however many requests meet it
+            log.info("%s", reason)
+            return
+        look = f"ragblend doctor --remote {shlex.quote(self.values.url)}"
+        log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
+
+    def _forget(self, key: str, started_s: float) -> bool:
+        """Take a fetch off the list, so that the next `get` asks again; whether it was on it."""
+        with self._lock:
+            flight = self._flights.get(key)
+            if flight is None or flight.started_s != started_s:
+                return False
+            del self._flights[key]
+            return True
+
+    def _note_bad(self, key: str) -> None:
+        with self._lock:
+            self._bad[key] = None
+            if len(self._bad) > _MAX_BAD:
+                self._bad.popitem(last=False)
+
+    def _count(self, **steps: int) -> None:
+        with self._lock:
+            for name, step in steps.items():
+                setattr(self._counters, name, getattr(self._counters, name) + step)
+
+
+def open_remote(
+    url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
+) -> RemoteStore:
+    """The remote tier at `url`: `redis://`, `rediss://`, `s3://BUCKET/PREFIX`, `file:///DIR`, or any fsspec URL.
+
+    Opens no connection yet. Raises UsageError for what is no such URL, ImportError naming the extra to install.
+    """
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if not scheme or timeout_s <= 0:
+        problem = f"the remote's time limit is {timeout_s} s"
+        problem = problem if scheme else f"{redacted(url)!r} is not the URL of a remote tier"
+        raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
+    if HIDDEN + "@" in url:
+        raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
+    values: ByteStore
+    if scheme in ("redis", "rediss"):
+        from ragblend.engine.store.remote.redis_store import RedisValues
+
+        values = RedisValues(url, timeout_s)
+    else:
+        from ragblend.engine.store.remote.objects import ObjectValues
+
+        values = ObjectValues(url, timeout_s)
+    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)

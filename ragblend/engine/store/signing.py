@@ -1,0 +1,183 @@
+"""The store's key: entries and notes that carry its signature were written by somebody who has it.
+
+A signature is keyed BLAKE2b (RFC 7693) over a whole header, which holds a BLAKE3 digest of every layer. The entries of
+each namespace are signed with a key of their own, derived from the store's, and each kind of note (profiles, models,
+machines) with another, so that nothing signed as one thing passes for another. The key comes from the environment or a
+file of the user's own, never from a folder that is being worked in, and is never shown. Knows bytes, JSON values and
+where keys are kept; nothing of what is signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from ragblend.config import trusted_setting, user_folder
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.reading import open_file
+
+KEY_VARIABLE = "RAGBLEND_STORE_KEY"
+KEY_FILE = "store.key"
+"""In the user's configuration folder, where no other file is named."""
+
+DIGITS = 64  # of a signature
+_KEY_BYTES = 32
+_LEAST_TEXT = 16  # letters of a key that is no number: what can be guessed signs nothing
+_SALT = b"ragblend store key"
+
+
+class StoreKey:
+    """A key that signs and checks. Its `id` tells keys apart and may be shown; the key itself never is."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != _KEY_BYTES:
+            raise UsageError(f"a store key has {_KEY_BYTES} bytes, this one {len(secret)}; make one: ragblend init-key")
+        self._secret = secret
+
+    @classmethod
+    def parse(cls, text: str, origin: str = "the store key") -> StoreKey:
+        """The key that is written as 64 hex digits, or follows from any other text of 16 letters or more (slowly, so
+        that guessing is slow). Raises UsageError, which does not show the text."""
+        text = text.strip()
+        try:
+            secret = bytes.fromhex(text) if len(text) == 2 * _KEY_BYTES else b""
+        except ValueError:
+            secret = b""
+        if not secret:
+            if len(text) < _LEAST_TEXT:
+                raise UsageError(
+                    f"{origin} has {len(text)} letters; give 64 hex digits (ragblend init-key makes a file of them; "
+                    f"openssl rand -hex 32 prints some), or {_LEAST_TEXT} letters at least"
+                )
+            secret = _stretched(text)
+        return cls(secret)
+
+    @property
+    def id(self) -> str:
+        """8 hex digits, other ones for every key."""
+        return self._derived("id").hex()[:8]
+
+    def sign(self, namespace: str, message: bytes | bytearray | memoryview) -> str:
+        """The signature of an entry's header in that namespace, 64 hex digits."""
+        return _mac(self._derived("entry", namespace), message)
+
+    def signs(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
+        """Whether `signature` is that of an entry's header, made with this key."""
+        return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
+
+    def sign_note(self, kind: str, note: Mapping[str, Any]) -> str:
+        """The signature of a JSON object of that kind, 64 hex digits."""
+        return _mac(self._derived("note", kind), json.dumps(dict(note), sort_keys=True).encode())
+
+    def _derived(self, purpose: str, name: str = "") -> bytes:
+        data = name.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, key=self._secret, person=purpose.encode(), digest_size=_KEY_BYTES).digest()
+
+    def __repr__(self) -> str:
+        return f"StoreKey(id={self.id})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoreKey) and hmac.compare_digest(self._secret, other._secret)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a store key is not pickled; give other processes {KEY_VARIABLE}, or the key's file")
+
+
+KeyChoice = StoreKey | None | Literal["auto"]
+"""Which key a store is opened with: "auto" is what `find_key` finds, None none."""
+
+
+def chosen_key(choice: KeyChoice) -> StoreKey | None:
+    """The key that `choice` stands for."""
+    return find_key() if isinstance(choice, str) else choice
+
+
+def find_key() -> StoreKey | None:
+    """The key of this process; None where there is none.
+
+    It is `RAGBLEND_STORE_KEY`, else what the file holds that `store_key_file` names (RAGBLEND_STORE_KEY_FILE, or the
+    user's own configuration), else what `ragblend init-key` left in the user's configuration folder. Raises UsageError
+    or NotFoundError for a key that is named and cannot be used: without it, anything would be believed.
+    """
+    if (text := os.environ.get(KEY_VARIABLE)) is not None:
+        return StoreKey.parse(text, KEY_VARIABLE)
+    if (named := trusted_setting("store_key_file")) is not None:
+        return read_key(Path(named).expanduser())
+    path = key_path()
+    return read_key(path) if os.path.lexists(path) else None
+
+
+def key_path() -> Path:
+    """Where `ragblend init-key` puts a key: `$XDG_CONFIG_HOME/ragblend/store.key`."""
+    return user_folder() / KEY_FILE
+
+
+def key_origin() -> str:
+    """Where `find_key` has its key from, for people."""
+    if KEY_VARIABLE in os.environ:
+        return KEY_VARIABLE
+    return str(trusted_setting("store_key_file") or key_path())
+
+
+def read_key(path: Path) -> StoreKey:
+    """The key in a file that nobody else may write or, but for its group, read."""
+    try:
+        with os.fdopen(open_file(path), "rb") as stream:
+            facts = os.fstat(stream.fileno())
+            text = stream.read(4096)
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no store key at {path}; make one: ragblend init-key --out {path}") from None
+    except OSError as error:
+        raise UsageError(f"the store key {path} cannot be read: {error.strerror or error}") from error
+    if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
+        raise UsageError(f"others may read or change the store key {path}; make it yours alone: chmod 600 {path}")
+    try:
+        return StoreKey.parse(text.decode(), f"the store key {path}")
+    except UnicodeDecodeError:
+        raise UsageError(f"the store key {path} is no text; make one: ragblend init-key --out {path}") from None
+
+
+def write_key(path: Path) -> StoreKey:
+    """Make a key and keep it in a file of mode 0600. Raises UsageError where there is a file already."""
+    secret = secrets.token_bytes(_KEY_BYTES)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as stream:
+            stream.write(secret.hex() + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+    except FileExistsError:
+        raise UsageError(
+            f"there is a file at {path} already. What was signed with it would be worth nothing; "
+            "to change keys: move it away, make a new one, and sign the store again (ragblend sign)"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"the store key cannot be written to {path}: {error.strerror or error}") from error
+    return StoreKey(secret)
+
+
+UNSIGNED = "it is not signed with this store's key"
+
+
+def _mac(key: bytes, message: bytes | bytearray | memoryview) -> str:
+    return hashlib.blake2b(message, key=key, digest_size=DIGITS // 2).hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _stretched(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.scrypt(data, salt=_SALT, n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=_KEY_BYTES)

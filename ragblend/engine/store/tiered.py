@@ -1,0 +1,485 @@
+"""Several stores behind one face: `TieredStore(MemoryStore(8 * GIB), DiskStore("kv"), open_remote("redis://..."))`.
+
+Works on any KVStore. Knows nothing about files, servers, models or prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Protocol, TypeGuard, runtime_checkable
+from weakref import WeakValueDictionary
+
+from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.finite import kv_is_finite
+from ragblend.engine.store.kv import (
+    ChunkKV,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    ModelShape,
+    StoredLayer,
+    in_memory,
+    restored,
+    stored_as,
+)
+from ragblend.engine.store.memory import MemoryStore, versions
+from ragblend.engine.store.quantize import check_kv_dtype
+from ragblend.engine.store.sizes import format_bytes, parse_bytes
+from ragblend.engine.store.write_queue import WriteQueue
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+
+__all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
+
+log = logging.getLogger(__name__)
+
+PROMOTION_BYTES = 1 << 30  # on their way to a tier that takes its time; what does not fit is not promoted
+NUM_PREFETCHES = 4
+
+
+@runtime_checkable
+class _Touchable(Protocol):
+    """A tier that evicts by last use and wants to know when a faster one answered."""
+
+    def touch(self, key: str) -> None: ...
+
+
+@runtime_checkable
+class FetchesAhead(Protocol):
+    """A tier whose entries come from far: it fetches several side by side, within one time limit for all.
+
+    It writes in the background, and what finds no room in its queue it reads back from the tiers it is told.
+    """
+
+    timeout_s: float
+
+    @property
+    def url(self) -> str: ...  # of the place, without its password
+    def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
+    def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
+    def delete(self, key: str) -> bool: ...
+
+
+class FarStore(KVStore, Protocol):
+    """A store of which a tier is far away. A request asks it for all its keys at once, and waits for them once."""
+
+    def fetch_ahead(self, keys: Sequence[str]) -> Mapping[str, ChunkKV]: ...
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None: ...
+
+
+def is_far(store: KVStore) -> TypeGuard[FarStore]:
+    """Whether some tier of `store` is far away."""
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    return any(isinstance(tier, FetchesAhead) for tier in tiers)
+
+
+@runtime_checkable
+class ChecksShapes(Protocol):
+    """A tier whose entries come from outside of this process."""
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None: ...
+
+
+@runtime_checkable
+class Prefetches(Protocol):
+    """A store that brings entries closer in the background."""
+
+    def prefetch(self, keys: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class Pins(Protocol):
+    """A tier that evicts, and spares what is pinned."""
+
+    def pin(self, document: str, keys: Sequence[str]) -> None: ...
+    def unpin(self, document: str) -> bool: ...
+
+
+@runtime_checkable
+class WorksInBackground(Protocol):
+    """A tier that writes in the background."""
+
+    def flush(self, timeout_s: float | None = None) -> bool: ...
+    def close(self, timeout_s: float = 10.0) -> bool: ...
+
+
+class TieredStore:
+    """Stores in order of speed, fastest first, as one KVStore. Safe to share between threads.
+
+    `get` asks from the top. An entry found further down moves up once all its layers have been read and verified: at
+    once into memory, in the background into any other tier. Readers of one entry share what one of them has read.
+    `put` writes through to every tier. `close` drains background work within a time limit; the store stays usable.
+
+    `kv_dtype`: how what is put is stored, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). It says
+    nothing about reading: a store may hold all of them, and each entry says what it is.
+    """
+
+    def __init__(self, *tiers: KVStore, kv_dtype: str = "auto") -> None:
+        if not tiers:
+            raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
+        self.tiers = tiers
+        self.kv_dtype = check_kv_dtype(kv_dtype)
+        # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
+        touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
+        self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]
+        self._far = [isinstance(tier, FetchesAhead) for tier in tiers]
+        self._num_hits = self._num_misses = self._num_puts = self._num_deletes = 0
+        # Promotions into tiers that take their time, by position.
+        self._promotions = {
+            position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
+            for position, tier in enumerate(tiers[:-1])
+            if not isinstance(tier, MemoryStore)
+        }
+        for position, tier in enumerate(tiers):
+            if isinstance(tier, FetchesAhead):
+                tier.read_back_from(tiers[:position])
+        self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
+        self._pulling: set[str] = set()
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def counters(self) -> StoreCounters:
+        """A snapshot: one hit or miss per `get`, one put per `put`; everything else summed over the tiers."""
+        tiers = [tier.counters for tier in self.tiers]
+        return StoreCounters(
+            num_hits=self._num_hits,
+            num_misses=self._num_misses,
+            num_puts=self._num_puts,
+            num_damaged=sum(counters.num_damaged for counters in tiers),
+            num_unsigned=sum(counters.num_unsigned for counters in tiers),
+            num_evicted=sum(counters.num_evicted for counters in tiers),
+            num_failures=sum(counters.num_failures for counters in tiers),
+            num_dropped=sum(counters.num_dropped for counters in tiers)
+            + sum(queue.num_dropped for queue in self._promotions.values()),
+        )
+
+    def expect(self, fingerprint: str, shape: ModelShape) -> None:
+        """From now on, entries of that model have this shape, or are damaged."""
+        for tier in self.tiers:
+            if isinstance(tier, ChecksShapes):
+                tier.expect(fingerprint, shape)
+
+    # -- reading
+
+    def get(
+        self, key: str, token_ids: Sequence[int] | None = None, fetched: Mapping[str, ChunkKV] | None = None
+    ) -> ChunkKV | None:
+        """The entry from the fastest tier that has it, intact; None when none has. Its tensors are read-only.
+
+        `fetched`: what `fetch_ahead` brought for this request; given, nothing is waited for that is far.
+        """
+        kv = None if fetched is None else fetched.get(key)
+        if kv is None or (token_ids is not None and kv.header.token_ids != tuple(token_ids)):
+            kv = self._find(key, token_ids, only_near=fetched is not None)
+        with self._lock:
+            self._num_hits += kv is not None
+            self._num_misses += kv is None
+        return kv
+
+    def fetch_ahead(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
+        """Fetch, side by side, what only a far tier can have, and move it up.
+
+        Returns what has come when everything has arrived or missed, at the time limit of the far tiers at the latest,
+        which is one for all of them.
+        """
+        until_s = self._far_until_s()
+        found: dict[str, ChunkKV] = {}
+        num_deletes = self._num_deletes
+        wanted = [key for key in dict.fromkeys(keys) if not self._is_near(key)]
+        for position, tier in enumerate(self.tiers):
+            if isinstance(tier, FetchesAhead):
+                missing = [key for key in wanted if key not in found]
+                for key, kv in tier.fetch_ahead(missing, until_s).items():
+                    found[key] = self._moving_up(kv, position, num_deletes)
+        return found
+
+    def _far_until_s(self) -> float:
+        """When a request that begins now stops waiting for far tiers."""
+        far = [tier for tier in self.tiers if isinstance(tier, FetchesAhead)]
+        return monotonic() + max((tier.timeout_s for tier in far), default=0.0)
+
+    def _is_near(self, key: str) -> bool:
+        """Whether a tier has the entry, or is about to, that is not far."""
+        return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
+            tier.contains(key) for tier, far in zip(self.tiers, self._far, strict=True) if not far
+        )
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Bring entries into the fastest tier in the background, for a later request. Returns at once.
+
+        Ask for no more than that tier holds: the last to arrive would push out the first.
+        """
+        with self._lock:
+            missing = [key for key in dict.fromkeys(keys) if key not in self._pulling]
+            self._pulling.update(missing)
+            for key in missing:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(NUM_PREFETCHES, thread_name_prefix="ragblend-prefetch")
+                self._executor.submit(self._pull, key)
+
+    def _pull(self, key: str) -> None:
+        try:
+            if not self.tiers[0].contains(key) and (kv := self._find(key, None)) is not None:
+                in_memory(kv)  # reading every layer is what moves it up
+        except RagblendError as error:  # whoever asks for it will meet this too, and can act on it
+            log.warning("KV %s was not prefetched: %s", key, error)
+        finally:
+            with self._lock:
+                self._pulling.discard(key)
+
+    def _find(self, key: str, token_ids: Sequence[int] | None, *, only_near: bool = False) -> ChunkKV | None:
+        num_deletes = self._num_deletes
+        for position, tier in enumerate(self.tiers):
+            if only_near and self._far[position]:
+                continue
+            if position and (shared := self._shared(key, token_ids)) is not None:
+                return shared
+            kv = self._on_its_way(position, key, token_ids) or tier.get(key, token_ids)
+            if kv is None:
+                continue
+            for slower in self._told[position]:
+                slower.touch(key)
+            return self._moving_up(kv, position, num_deletes)
+        return None
+
+    def _shared(self, key: str, token_ids: Sequence[int] | None) -> _PromotingKV | None:
+        """The entry as somebody else is reading it at this moment."""
+        shared = self._being_read.get(key)
+        if (
+            shared is None
+            or not shared.is_good
+            or (token_ids is not None and shared.header.token_ids != tuple(token_ids))
+        ):
+            return None
+        return shared
+
+    def _on_its_way(self, position: int, key: str, token_ids: Sequence[int] | None) -> MemoryKV | None:
+        """The entry, if it waits to be written to the tier at `position`."""
+        kv = self._promotions[position].peek(key) if position in self._promotions else None
+        return kv if kv is None or token_ids is None or kv.header.token_ids == tuple(token_ids) else None
+
+    def _moving_up(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
+        """What the caller gets; reading it to the end hands it to the faster tiers."""
+        faster = [upper for upper in range(position) if _fits(self.tiers[upper], kv)]
+        if not faster:
+            return kv
+        if isinstance(kv, MemoryKV):  # it came whole
+            if self._num_deletes == num_deletes:  # otherwise it may be what was deleted while it was on its way
+                self._promote(kv, faster)
+            return kv
+        promoting = _PromotingKV(kv, self.tiers[position], lambda whole: self._promote(whole, faster))
+        self._being_read[kv.header.key] = promoting
+        return promoting
+
+    def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
+        for position in positions:
+            if position in self._promotions:
+                self._promotions[position].put(kv)
+                continue
+            try:
+                self.tiers[position].put(kv)
+            except StoreFullError as error:  # pinned entries fill it
+                log.debug("%s", error)
+            except RagblendError as error:  # a faster tier that refuses costs speed, not the answer
+                log.warning("KV %s stays in its slower tier: %s", kv.header.key, error)
+
+    # -- writing
+
+    def put(self, kv: ChunkKV) -> None:
+        """Write to every tier, in the store's dtype; one too large for a memory tier is left out there, or pinned out.
+
+        A remote tier takes it in the background. Raises the first tier's StoreFullError (or other refusal) after all
+        tiers were tried. KV with infinity or NaN in it is not stored, with a warning: no reader would take it.
+        """
+        held = stored_as(in_memory(kv), self.kv_dtype)
+        if not kv_is_finite(held):
+            log.warning(
+                "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another --dtype",
+                held.header.key, held.header.dtype,
+            )  # fmt: skip
+            return
+        failure: RagblendError | None = None
+        for tier in self.tiers:
+            if not _fits(tier, held):
+                continue
+            try:
+                tier.put(held)
+            except RagblendError as error:
+                if not (isinstance(tier, MemoryStore) and len(self.tiers) > 1):
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        with self._lock:
+            self._num_puts += 1
+
+    def replace(self, kv: ChunkKV) -> None:
+        """`put` over an entry whose KV is the same and stored in another dtype: a remote tier keeps what it has else.
+
+        Raises BackendUnreachableError when a remote tier cannot be told, and nothing is changed then.
+        """
+        for tier in self.tiers:
+            if isinstance(tier, FetchesAhead):
+                tier.delete(kv.header.key)
+        self.put(kv)
+
+    @property
+    def far_tiers(self) -> tuple[FetchesAhead, ...]:
+        """The tiers on other machines."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, FetchesAhead))
+
+    def delete(self, key: str) -> bool:
+        """Remove the entry from every tier, the slowest first so that none is promoted again; whether any had it.
+
+        Raises BackendUnreachableError, after the local tiers forgot it, when a remote one cannot be told.
+        """
+        return self._delete(key, self.tiers)
+
+    def delete_near(self, key: str) -> bool:
+        """Remove the entry from the tiers of this machine; whether any had it."""
+        return self._delete(key, [tier for tier in self.tiers if not isinstance(tier, FetchesAhead)])
+
+    def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
+        with self._lock:
+            self._num_deletes += 1
+        if (shared := self._being_read.pop(key, None)) is not None:
+            shared.cancel()
+        removed, failure = False, None
+        for position, tier in reversed(list(enumerate(self.tiers))):
+            if not any(tier is each for each in tiers):
+                continue
+            if position in self._promotions:
+                self._promotions[position].discard(key)
+            try:
+                removed = tier.delete(key) or removed
+            except BackendUnreachableError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return removed
+
+    def pin(self, document: str, keys: Sequence[str]) -> None:
+        """Keep a document's entries in every tier that evicts, until `unpin`; replaces an earlier pin of it."""
+        for tier in self.tiers:
+            if isinstance(tier, Pins):
+                tier.pin(document, keys)
+
+    def unpin(self, document: str) -> bool:
+        """Let a document's entries be evicted again; whether it was pinned in any tier."""
+        was_pinned = [tier.unpin(document) for tier in self.tiers if isinstance(tier, Pins)]
+        return any(was_pinned)
+
+    # -- state
+
+    def contains(self, key: str) -> bool:
+        """Whether any tier has the entry."""
+        return any(tier.contains(key) for tier in self.tiers)
+
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
+        until_s = self._far_until_s()
+        return [self._is_near(key) or (monotonic() < until_s and self.contains(key)) for key in keys]
+
+    def keys(self) -> Iterator[str]:
+        """Every key that some tier has, once."""
+        seen: set[str] = set()
+        for tier in self.tiers:
+            for key in tier.keys():  # noqa: SIM118 (a KVStore is not a dict)
+                if key not in seen:
+                    seen.add(key)
+                    yield key
+
+    def nbytes(self) -> int:
+        """Bytes held by all tiers together; an entry in two tiers counts twice."""
+        return sum(tier.nbytes() for tier in self.tiers)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for prefetches' promotions and remote writes; False when `timeout_s` seconds were not enough."""
+        return self._each_within(timeout_s, "flush")
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drain background work for at most `timeout_s` seconds, give up and count the rest. Whether all was done."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+            self._pulling.clear()
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+        return self._each_within(timeout_s, "close")
+
+    def _each_within(self, timeout_s: float | None, action: str) -> bool:
+        """Flush or close every queue and every tier that writes in the background, within one time limit."""
+        until_s = None if timeout_s is None else monotonic() + timeout_s
+        done = True
+        for part in (*self._promotions.values(), *self.tiers):
+            if isinstance(part, WorksInBackground):
+                left_s = None if until_s is None else max(0.0, until_s - monotonic())
+                done = getattr(part, action)(left_s) and done
+        return done
+
+
+def kv_dtype_of(store: KVStore) -> str:
+    """How `store` stores what is put: "auto" as computed, "int8" or "fp8"."""
+    return store.kv_dtype if isinstance(store, TieredStore) else "auto"
+
+
+def _fits(tier: KVStore, kv: ChunkKV) -> bool:
+    return not isinstance(tier, MemoryStore) or tier.fits(kv)
+
+
+class _PromotingKV:
+    """A slower tier's entry, read once for everybody, and handed up once every layer of it was read. Thread-safe."""
+
+    def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
+        self._source, self._tier, self._promote = source, tier, promote
+        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # with the write counters it came with
+        self._promoted = False
+        self._lock = threading.Lock()
+        self.is_good = True  # false once a layer was damaged, or the entry deleted
+
+    @property
+    def header(self) -> KVHeader:
+        return self._source.header
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors."""
+        return self._source.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of one layer, [H, T, D] each."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, read and verified by the slower tier."""
+        with self._lock:  # a second reader of the layer waits for the first, and takes what it read
+            known = self._read.get(index)
+            if known is not None and versions([known[0]]) == known[1]:
+                return known[0]
+            try:
+                layer = self._source.stored_layer(index)
+            except RagblendError:
+                self.is_good = False
+                raise
+            if known is None:
+                self._read[index] = layer, versions([layer])
+            whole = len(self._read) == self.header.num_layers and not self._promoted
+            self._promoted = self._promoted or whole
+        if whole:
+            self._hand_up()
+        return layer
+
+    def cancel(self) -> None:
+        """The entry was deleted: it is not handed up any more."""
+        self._promoted, self.is_good = True, False
+
+    def _hand_up(self) -> None:
+        layers = [self._read[index] for index in range(self.header.num_layers)]
+        written_into = any(versions([layer]) != counters for layer, counters in layers)
+        # An entry that another process deleted while it was being read must not come back to life.
+        if self.is_good and not written_into and self._tier.contains(self.header.key):
+            self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

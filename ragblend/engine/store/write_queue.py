@@ -1,0 +1,199 @@
+"""Writes that nobody waits for: a queue bounded in bytes, one worker thread, and what is given up is counted.
+
+Knows ChunkKV values and a function that writes one. Knows nothing about where they go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from time import monotonic
+
+from ragblend.engine.store.kv import MemoryKV
+from ragblend.errors import BackendUnreachableError, RagblendError
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0  # the thread ends after this long without work, so nobody has to remember to end it
+EXIT_S = 10.0  # what is still queued this long after the main thread has ended is given up
+RETRY_S = 1.0  # the writer's pause after a write that its target did not answer; doubled by each further one ...
+MAX_RETRY_S = 60.0  # ... up to this
+MAX_WAITING = 100_000  # chunks, most of them by key alone
+
+
+class WriteQueue:
+    """Chunks on their way to a slow place, oldest first; the latest of a key wins. Thread-safe.
+
+    `write(kv)` stores one chunk. While it raises BackendUnreachableError the chunk stays owed: it goes to the back and
+    is written again, after a pause. After any other error it is given up. `pause_s()` says how long to hold back, 0
+    for not at all. With `read_back(key)`, a chunk that finds no room is let go of and read again at its turn; it gives
+    None for one that is gone. What is given up, or finds no room at all, is counted in `num_dropped`, and the warning
+    ends with `remedy`: the caller never waits.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[MemoryKV], None],
+        capacity_bytes: int,
+        name: str,
+        pause_s: Callable[[], float] = lambda: 0.0,
+        remedy: str = "",
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.read_back: Callable[[str], MemoryKV | None] | None = None
+        self.num_dropped = self.num_written = 0
+        self._write, self._name, self._pause_s, self._remedy = write, name, pause_s, remedy
+        self._waiting: OrderedDict[str, MemoryKV | None] = OrderedDict()  # oldest first; None: to be read back
+        self._current: tuple[str, MemoryKV | None] | None = None  # being written; no longer in _waiting
+        self._queued_bytes = 0  # of both
+        self._retry_s, self._retry_at_s = RETRY_S, 0.0
+        self._thread: threading.Thread | None = None
+        self._give_up_at_s: float | None = None  # set once the main thread has ended
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks held here, waiting or being written; never more than `capacity_bytes`."""
+        return self._queued_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that are not written yet, those to be read back included."""
+        return len(self._waiting) + (self._current is not None)
+
+    def put(self, kv: MemoryKV) -> bool:
+        """Queue a chunk; False, and counted, when there is no room."""
+        key = kv.header.key
+        with self._changed:
+            known = self._waiting.get(key)
+            freed_bytes = known.nbytes if known is not None else 0
+            has_room = self._queued_bytes - freed_bytes + kv.nbytes <= self.capacity_bytes
+            if not has_room and self.read_back is None:
+                self._drop(key, f"{self._queued_bytes} bytes are queued already")
+                return False
+            if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
+                self._drop(key, f"{MAX_WAITING} chunks are queued already")
+                return False
+            if self._thread is None:
+                # Not a daemon: one that is still inside torch when the interpreter goes away aborts the process.
+                thread = threading.Thread(target=self._work, name=self._name)
+                try:
+                    thread.start()  # it waits for the condition that is held here
+                except RuntimeError as error:  # the interpreter is going away
+                    self._drop(key, str(error))
+                    return False
+                self._thread = thread
+            self._queued_bytes += (kv.nbytes if has_room else 0) - freed_bytes
+            self._waiting[key] = kv if has_room else None
+            self._changed.notify_all()
+            return True
+
+    def peek(self, key: str) -> MemoryKV | None:
+        """The chunk of `key` if it is still on its way, and held here."""
+        with self._changed:
+            if key in self._waiting:
+                return self._waiting[key]
+            return self._current[1] if self._current is not None and self._current[0] == key else None
+
+    def discard(self, key: str) -> None:
+        """Forget the chunk of `key`; when it is being written at this moment, wait until it is."""
+        with self._changed:
+            self._forget(key)
+            while self._current is not None and self._current[0] == key:
+                self._changed.wait()
+            self._forget(key)  # its write may have failed and put it back
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything queued is written or given up; False when `timeout_s` seconds were not enough.
+
+        Without a limit it waits for as long as the target does not answer.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drain for at most `timeout_s` seconds, then give up the rest. A later `put` starts anew."""
+        drained = self.flush(timeout_s)
+        with self._changed:
+            self._give_up_all("the store was closed")
+        return drained
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            key, held = item
+            try:
+                self._write(held if held is not None else self._read_again(key))
+            except BackendUnreachableError:
+                self._finish(key, held, owed=True)
+            except (RagblendError, OSError) as error:
+                self._finish(key, held, str(error))
+            except BaseException as error:  # the thread must not die with the queue full
+                log.exception("writing KV %s failed", key)
+                self._finish(key, held, repr(error))
+            else:
+                self._finish(key, held)
+
+    def _read_again(self, key: str) -> MemoryKV:
+        kv = self.read_back(key) if self.read_back is not None else None
+        if kv is None:
+            raise RagblendError("it is no longer stored here")
+        return kv
+
+    def _next(self) -> tuple[str, MemoryKV | None] | None:
+        """The chunk to write now, once there is one and the target may be asked; None when the thread is to end."""
+        idle_until_s = monotonic() + IDLE_S
+        with self._changed:
+            while True:
+                wait_s = self._hold_back_s() if self._waiting else idle_until_s - monotonic()
+                exiting = not threading.main_thread().is_alive()
+                if exiting and self._waiting:
+                    self._give_up_at_s = self._give_up_at_s or monotonic() + EXIT_S
+                    if wait_s > 0 or monotonic() > self._give_up_at_s:
+                        self._give_up_all("the process ends")
+                if not self._waiting and (exiting or wait_s <= 0):
+                    self._thread = None
+                    return None
+                if self._waiting and wait_s <= 0:
+                    self._current = self._waiting.popitem(last=False)
+                    return self._current
+                self._changed.wait(min(wait_s, 0.2))  # short: nobody notifies when the main thread ends
+
+    def _hold_back_s(self) -> float:
+        return max(self._pause_s(), self._retry_at_s - monotonic())
+
+    def _finish(self, key: str, held: MemoryKV | None, failure: str = "", *, owed: bool = False) -> None:
+        with self._changed:
+            self._current = None
+            if owed:
+                self._retry_at_s = monotonic() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            else:
+                self._retry_s = RETRY_S
+            if owed and key not in self._waiting:
+                self._waiting[key] = held  # at the back: one that always fails is not in the others' way
+            else:
+                self._queued_bytes -= held.nbytes if held is not None else 0
+                self.num_written += not (owed or failure)
+                if failure:
+                    self._drop(key, failure)
+            self._changed.notify_all()
+
+    def _forget(self, key: str) -> None:
+        if key in self._waiting:
+            held = self._waiting.pop(key)
+            self._queued_bytes -= held.nbytes if held is not None else 0
+            self._changed.notify_all()
+
+    def _give_up_all(self, reason: str) -> None:
+        keys = list(self._waiting)
+        for key in keys:
+            self._forget(key)
+        if keys:
+            self.num_dropped += len(keys)
+            log.warning("%d chunks are not written by %s: %s%s", len(keys), self._name, reason, self._remedy)
+
+    def _drop(self, key: str, reason: str) -> None:
+        self.num_dropped += 1
+        log.warning("KV %s is not written by %s: %s%s", key, self._name, reason, self._remedy)

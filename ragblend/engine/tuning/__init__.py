@@ -1,0 +1,1 @@
+"""What was measured once and decides every request: calibrations, machine profiles, the loading pipeline."""

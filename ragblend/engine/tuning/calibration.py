@@ -1,0 +1,385 @@
+"""What `ragblend calibrate` found for one model, prefix and chunker, and what follows from it for a request.
+
+    STORE/calibrations/MODEL_AND_PREFIX-CHUNKER.json
+
+A calibration holds, for every rule that was measured, the ratio that met the target and the curve it was read from.
+`choose` turns what a request asks for into a rule and a ratio; that is all an engine needs. `keep` writes
+one. Knows files and numbers; nothing about models, questions or how to fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, RULES, check_ratio, find_rule
+from ragblend.engine.report import RatioChoice
+from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.sealed import unseal
+from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
+from ragblend.errors import UsageError
+from ragblend.files.reading import read_file
+
+log = logging.getLogger(__name__)
+
+CALIBRATION_VERSION = 1
+_SETTLED_S = 2.0  # a directory that changed this lately may change again within one tick of its clock
+_PREFIXES_KEPT = 64
+
+
+class CurvePoint(NamedTuple):
+    """One ratio, over the questions of a calibration. Intervals are 95 %.
+
+    `agreement`: share of answers whose first token is full prefill's, made monotone over the ratios; `low`, `high`:
+    Wilson's interval of it. `kl`: mean KL(full || this) of the first token, nats, as measured.
+    """
+
+    ratio: float
+    charged_budget: float
+    agreement: float
+    low: float
+    high: float
+    kl: float
+    kl_low: float
+    kl_high: float
+    charged_budget_32: float
+
+
+class NoiseFloor(NamedTuple):
+    """Full prefill against itself with everything recomputed, in the engine's dtype: what rounding alone does."""
+
+    agreement: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One rule, read at one check layer: the ratio that meets the target, and what to expect of it.
+
+    `agreement` is predicted for questions that the fit has not seen (cross-validated), with its 95 % interval.
+    """
+
+    rule: str
+    check_layer: int
+    ratio: float
+    meets_target: bool  # False: no measured ratio below 1 did
+    agreement: float
+    low: float
+    high: float
+    curve: tuple[CurvePoint, ...]  # ascending ratios, from 0 to 1
+
+    def __post_init__(self) -> None:
+        ratios = [point.ratio for point in self.curve]
+        if self.rule not in RULES or self.check_layer < 0:
+            raise UsageError(
+                f"a calibration has rule {self.rule!r} at layer {self.check_layer}; there is no such rule here"
+            )
+        if len(ratios) < 2 or ratios != sorted(set(ratios)) or ratios[0] != 0 or ratios[-1] != 1:
+            raise UsageError(f"a calibration's curve has the ratios {ratios}; they must ascend from 0 to 1")
+        shares = (self.ratio, self.agreement, self.low, self.high)
+        points = [share for point in self.curve for share in (point.agreement, point.low, point.high)]
+        if not all(0 <= share <= 1 for share in (*shares, *points)):
+            raise UsageError("a calibration has a share that is not between 0 and 1")
+        if not all(point.kl >= 0 and point.charged_budget >= 0 for point in self.curve):
+            raise UsageError("a calibration has a negative KL or budget")
+
+    @property
+    def reads(self) -> tuple[str, int]:
+        """Rule and check layer, as `selection.settle` takes them."""
+        return self.rule, self.check_layer
+
+    def agreement_at(self, ratio: float) -> float:
+        """Agreement to expect at `ratio`, between the points of the curve on a straight line; never falls with it.
+
+        The fitted ratio was chosen on the same questions, so there the cross-validated figure counts, and no smaller
+        ratio is expected to do better.
+        """
+        if ratio == self.ratio:
+            return self.agreement
+        expected = self._on_curve(ratio)
+        return min(expected, self.agreement) if ratio < self.ratio else max(expected, self.agreement)
+
+    def _on_curve(self, ratio: float) -> float:
+        place = bisect_left(self.curve, ratio, key=lambda point: point.ratio)
+        after = self.curve[min(place, len(self.curve) - 1)]
+        if place == 0 or ratio >= after.ratio:
+            return after.agreement
+        before = self.curve[place - 1]
+        share = (ratio - before.ratio) / (after.ratio - before.ratio)
+        return before.agreement + share * (after.agreement - before.agreement)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A calibration: what it was made for, and a fit per rule, the best first."""
+
+    fingerprint: str  # of the model
+    prefix_ids: tuple[int, ...]
+    chunker: str
+    created_s: float  # since the epoch
+    target: str  # for people, such as "agreement 0.98"
+    num_questions: int
+    retrieval: str  # for people: how the questions got their chunks
+    noise_floor: NoiseFloor
+    fits: tuple[Fit, ...]
+
+    def __post_init__(self) -> None:
+        if not self.fits or len({fit.rule for fit in self.fits}) != len(self.fits):
+            raise UsageError("a calibration needs one fit per rule, and one at least")
+
+    @property
+    def ratio(self) -> float:
+        """The best fit's ratio: r*."""
+        return self.fits[0].ratio
+
+    @property
+    def rule(self) -> str:
+        """The best fit's rule."""
+        return self.fits[0].rule
+
+    @property
+    def check_layer(self) -> int:
+        """The layer at which the best fit's rule is read."""
+        return self.fits[0].check_layer
+
+    @property
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """The best fit's curve."""
+        return self.fits[0].curve
+
+    def fit_of(self, rule: str) -> Fit | None:
+        """The fit of `rule`; of "auto" the best one."""
+        return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
+
+    @property
+    def filename(self) -> str:
+        """Where it is kept: equal exactly when model, prefix and chunker are."""
+        chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
+        return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values: `version`, and the rest as `calibration`."""
+        body = asdict(self)
+        for fit in body["fits"]:
+            fit["curve"] = [point._asdict() for point in fit["curve"]]
+        body["noise_floor"] = self.noise_floor._asdict()
+        body = json.loads(json.dumps(body))
+        return {"version": CALIBRATION_VERSION, "calibration": body}
+
+
+def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
+    """The calibration in a file, signed where there is a key. Raises UsageError, and nothing else, for any `data`."""
+    try:
+        note = unseal(data, CALIBRATIONS_DIR, store_key)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return calibration_in(note)
+
+
+def calibration_in(note: Mapping[str, Any]) -> Calibration:
+    """The calibration that `as_dict` gave. Raises UsageError, and nothing else."""
+    try:
+        if note["version"] != CALIBRATION_VERSION:
+            raise UsageError(f"its version is {note['version']!r}, this ragblend reads {CALIBRATION_VERSION}")
+        body: Mapping[str, Any] = note["calibration"]
+        fits = tuple(
+            Fit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
+        )
+        if not all(isinstance(body[name], str) for name in ("fingerprint", "chunker")):
+            raise UsageError("it does not say what it was made for")
+        float(body["created_s"])
+        ids = tuple(int(token) for token in body["prefix_ids"])
+        return Calibration(
+            **{**body, "prefix_ids": ids, "noise_floor": NoiseFloor(**body["noise_floor"]), "fits": fits}
+        )
+    except UsageError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"it is no calibration ({type(error).__name__}: {error})") from error
+
+
+def keep_calibration(disk: DiskStore, calibration: Calibration) -> Path:
+    """Write it into the store, in place of the one for the same model, prefix and chunker. Raises what `put` raises."""
+    return disk.put_calibration(calibration.filename, calibration.as_dict())
+
+
+def problem_of(path: Path, note: Mapping[str, Any]) -> str:
+    """What is wrong with a calibration's file at `path` that holds `note`; "" for nothing, or for another kind of file.
+
+    For `DiskStore.verify_notes`.
+    """
+    if path.parent.name != CALIBRATIONS_DIR:
+        return ""
+    try:
+        return "" if calibration_in(note).filename == path.name else "it was made for something else"
+    except UsageError as error:
+        return str(error)
+
+
+def load_calibration(
+    store_dir: str | Path,
+    fingerprint: str,
+    prefix_ids: Sequence[int],
+    chunker: str | None = None,
+    *,
+    store_key: KeyChoice = "auto",
+) -> Calibration | None:
+    """The calibration of this model and prefix in the store at `store_dir`; None where there is none.
+
+    `chunker` None takes the latest. A file that is damaged, of another version, of something else or not signed with
+    the store's key is skipped with a warning.
+    """
+    found: list[Calibration] = []
+    key = chosen_key(store_key)
+    for path in sorted((Path(store_dir) / CALIBRATIONS_DIR).glob(f"{_stem(fingerprint, prefix_ids)}-*.json")):
+        try:
+            calibration = parse_calibration(read_file(path), key)
+            if path.name != calibration.filename:
+                raise UsageError("it was made for something else")
+        except (OSError, UsageError) as error:
+            log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
+            continue
+        if chunker in (None, calibration.chunker):
+            found.append(calibration)
+    return max(found, key=lambda calibration: calibration.created_s, default=None)
+
+
+class Calibrations:
+    """The calibrations of one model in one store, read again when they change. Safe to share between threads.
+
+    root: the store's directory; None finds nothing. `chunker` may be set later: whoever knows the index knows it.
+    """
+
+    def __init__(self, root: Path | None, fingerprint: str, num_layers: int, store_key: KeyChoice = "auto") -> None:
+        self.chunker: str | None = None
+        self._root = root
+        self._store_key = store_key
+        self._fingerprint = fingerprint
+        self._num_layers = num_layers
+        self._known: dict[tuple[tuple[int, ...], str | None], Calibration | None] = {}
+        self._stamp_ns = -1
+        self._warned = False
+        self._lock = threading.Lock()
+
+    def find(self, prefix_ids: tuple[int, ...]) -> Calibration | None:
+        """The calibration for prompts that begin with `prefix_ids`."""
+        if self._root is None:
+            return None
+        key = (prefix_ids, self.chunker)
+        with self._lock:
+            stamp_ns = self._changed_ns()
+            if stamp_ns != self._stamp_ns or time.time() - stamp_ns / 1e9 < _SETTLED_S:
+                self._known.clear()
+                self._stamp_ns = stamp_ns
+            if key not in self._known:
+                if len(self._known) >= _PREFIXES_KEPT:
+                    self._known.clear()
+                self._known[key] = (
+                    load_calibration(self._root, self._fingerprint, *key, store_key=self._store_key)
+                    if stamp_ns
+                    else None
+                )
+            return self._known[key]
+
+    def choose(
+        self,
+        prefix_ids: tuple[int, ...],
+        rule: str,
+        ratio: RatioChoice,
+        *,
+        default: float = DEFAULT_RATIO,
+    ) -> Chosen:
+        """`choose`, with the calibration for the prefix. An "auto" that finds none is told in the log, once."""
+        choice = choose(self.find(prefix_ids), self._num_layers, rule, ratio, default=default)
+        if choice.fit is None and ratio == "auto" and not self._warned:
+            self._warned = True
+            log.warning(
+                "ratio 'auto' is %g: nothing is calibrated for rule %r with this model and prefix in %s. "
+                "Calibrate: ragblend calibrate --index DIR --store DIR --model MODEL",
+                choice.ratio,
+                rule,
+                self._root or "a store in memory",
+            )
+        return choice
+
+    def _changed_ns(self) -> int:
+        assert self._root is not None
+        try:
+            return (self._root / CALIBRATIONS_DIR).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+
+class Chosen(NamedTuple):
+    """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
+
+    `is_default_rule`: the caller left the rule open, so one whose probe does not pay may give way. `is_auto_ratio`: the
+    caller left the ratio open, so it may be raised where recompute costs no time.
+    """
+
+    rule: str
+    ratio: float
+    check_layer: int
+    fit: Fit | None
+    is_default_rule: bool
+    is_auto_ratio: bool
+
+
+def choose(
+    calibration: Calibration | None,
+    num_layers: int,
+    rule: str = "auto",
+    ratio: RatioChoice = None,
+    *,
+    default: float = DEFAULT_RATIO,
+) -> Chosen:
+    """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
+
+    What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
+    is what `choose_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
+    """
+    name = find_rule(rule, num_layers).name
+    fit = calibration.fit_of(rule) if calibration is not None else None
+    left_open = ratio is None or ratio == "auto"
+    return Chosen(
+        fit.rule if fit is not None else name,
+        choose_ratio(fit, ratio, default),
+        fit.check_layer if fit is not None else CHECK_LAYER,
+        fit,
+        rule == "auto",
+        left_open,
+    )
+
+
+def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float = DEFAULT_RATIO) -> float:
+    """The share to recompute: what is asked for, else what was fitted, else `default`."""
+    if isinstance(ratio, str) and ratio != "auto":
+        raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (full reuse) to 1 (recompute all), or 'auto'")
+    if ratio is not None and not isinstance(ratio, str):
+        return check_ratio(ratio)
+    return fit.ratio if fit is not None else default
+
+
+def local_root(store: object) -> Path | None:
+    """The directory of a KVStore's local disk tier, where its calibrations are; None for a store in memory."""
+    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
+    return next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
+
+
+def local_key(store: object) -> KeyChoice:
+    """What the calibrations in a KVStore's local disk tier are signed with."""
+    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
+    return next((tier.store_key for tier in tiers if hasattr(tier, "store_key")), None)
+
+
+def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:
+    return chunk_key(fingerprint, prefix_ids, ())

@@ -1,0 +1,115 @@
+"""This machine, and where the MachineProfiles measured on it are kept: in the store, one file per model and machine.
+
+    ROOT/machines/FINGERPRINT-HARDWARE.json
+
+Knows the operating system, torch's devices and one directory. Knows nothing about how profiles are measured or used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from ragblend.engine.store.disk import MACHINES_DIR
+from ragblend.engine.store.sealed import seal, unseal
+from ragblend.engine.store.signing import KeyChoice, chosen_key
+from ragblend.engine.tuning.pipeline import MachineProfile, machine_profile_from
+from ragblend.files.directory import Directory
+from ragblend.files.reading import read_file
+
+log = logging.getLogger(__name__)
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What decides how fast this machine computes: the facts that a profile is good for."""
+    device = torch.device(device)
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def serving_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
+    """`machine_facts` of a vLLM on `num_ranks` devices: known before it starts, and the same in all of its processes.
+
+    gpu: the device's name, None for a CPU. Threads are what the environment says, vLLM's binding of them first.
+    """
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    threads = os.environ.get("OMP_NUM_THREADS", "all") if bound == "nobind" else bound
+    return {
+        "engine": "vllm",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": None if gpu else threads,
+        "gpu": gpu,
+        "ranks": num_ranks,
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's name as the operating system gives it."""
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def drop_page_cache(paths: Iterable[Path]) -> bool:
+    """Have the operating system forget what it keeps of these files in memory; False where it cannot be told to.
+
+    Only what is on the disk already can be dropped, so the files must have been synced.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return True
+
+
+def profile_path(root: Path, fingerprint: str, hardware: Mapping[str, Any]) -> Path:
+    """Where the profile of that model on that machine is kept in the store at `root`."""
+    machine = xxh3_64_hexdigest(json.dumps(dict(hardware), sort_keys=True).encode())
+    return root / MACHINES_DIR / f"{fingerprint}-{machine}.json"
+
+
+def read_machine_profile(
+    root: Path, fingerprint: str, hardware: Mapping[str, Any], *, store_key: KeyChoice = "auto"
+) -> MachineProfile | None:
+    """The profile of that model on that machine; None where none was measured, or with a warning when it cannot be
+    read or is not signed with the store's key.
+    """
+    path = profile_path(root, fingerprint, hardware)
+    try:
+        profile = machine_profile_from(unseal(read_file(path), MACHINES_DIR, chosen_key(store_key)))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:  # UsageError is a ValueError
+        log.warning("machine profile %s is not used: %s", path, error)
+        return None
+    return profile if (profile.fingerprint, dict(profile.hardware)) == (fingerprint, dict(hardware)) else None
+
+
+def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
+    """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
+    path = profile_path(root, profile.fingerprint, profile.hardware)
+    data = seal(profile.as_dict(), MACHINES_DIR, chosen_key(store_key))
+    Directory(root, fsync=True).replace(path, len(data), lambda stream: stream.write(data))
+    return path

@@ -1,0 +1,382 @@
+"""Which ratio hides behind loading, where reuse does not pay, and which device is the cheapest that adds no delay.
+
+The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
+and a tier's throughput. Read `decide` (one request) and `plan` (which device to buy). Pure arithmetic on seconds, bytes
+and tokens; knows no model, store or framework. `ragblend.upkeep.measure` measures a MachineProfile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ragblend.errors import UsageError
+
+PROFILE_VERSION = 1
+"""Version of a stored MachineProfile; another one is measured again."""
+
+GB = 10**9  # what devices are sold in
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured points (x, y), both ascending; straight lines between them."""
+
+LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
+"""The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
+
+
+# -- what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """How long one model takes to prefill on one machine, and how fast its tiers read.
+
+    `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, time to blend at that ratio from memory as a share
+    of full prefill's). `bytes_per_s`: what each tier reads, checksums included. Noise that makes a longer prompt or a
+    higher ratio seem faster is levelled out.
+    """
+
+    fingerprint: str  # of the model, dtype included
+    hardware: Mapping[str, Any]
+    num_layers: int
+    bytes_per_token: int  # of stored KV, all layers
+    prefill_s: Curve
+    shares: Curve = LINEAR
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = [number for point in (*self.prefill_s, *self.shares) for number in point]
+        if not all(map(math.isfinite, numbers)) or not self.prefill_s or min(map(min, self.prefill_s)) <= 0:
+            raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
+        if self.num_layers < 1 or self.bytes_per_token < 1:
+            raise UsageError(
+                f"a model of {self.num_layers} layers and {self.bytes_per_token} bytes per token has no KV"
+            )
+        for name, speed in self.bytes_per_s.items():
+            check_speed(name, speed)
+        object.__setattr__(self, "prefill_s", ascending(self.prefill_s))
+        object.__setattr__(self, "shares", ascending(self.shares))
+
+    def full_s(self, num_tokens: float) -> float:
+        """Seconds of full prefill; beyond the longest measured prompt at the slope of the last two."""
+        return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
+
+    def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
+        """T_recompute(r): seconds of computing when `num_stored` of the prompt's tokens are reused, all by default."""
+        stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
+        return self.full_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
+
+    def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
+        """T_load: seconds until the KV of `num_tokens` has been read at that speed."""
+        return num_tokens * self.bytes_per_token / bytes_per_s
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
+        return int(self.hardware.get("ranks") or 1) == 1
+
+    def blend_s(self, load_s: float, compute_s: float, asks_first: bool = False) -> float:
+        """Seconds of both, loading and computing. `asks_first`: by a rule that reads every layer before it chooses."""
+        hides = self.overlaps and not asks_first
+        return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
+
+    def hiding_s(self, load_s: float, asks_first: bool = False) -> float:
+        """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
+        return load_s - waiting_s(load_s, self.num_layers) if self.overlaps and not asks_first else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The profile as JSON values, its version first."""
+        return {"profile_version": PROFILE_VERSION, **asdict(self)}
+
+
+def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
+    """What `as_dict` wrote. Raises UsageError for another version and for what is no profile."""
+    if facts.get("profile_version") != PROFILE_VERSION:
+        raise UsageError(
+            f"the machine profile has version {facts.get('profile_version')!r}, this ragblend reads {PROFILE_VERSION}; "
+            "measure again: ragblend profile"
+        )
+    try:
+        return MachineProfile(
+            fingerprint=str(facts["fingerprint"]),
+            hardware=dict(facts["hardware"]),
+            num_layers=int(facts["num_layers"]),
+            bytes_per_token=int(facts["bytes_per_token"]),
+            prefill_s=tuple((float(x), float(y)) for x, y in facts["prefill_s"]),
+            shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
+            bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"this is no machine profile ({error!r}); measure again: ragblend profile") from error
+
+
+def ascending(points: Iterable[tuple[float, float]]) -> Curve:
+    """Points in order of x, one for each, as high as those before it at least.
+
+    >>> ascending([(2, 5.0), (1, 3.0), (3, 4.0)])
+    ((1, 3.0), (2, 5.0), (3, 5.0))
+    """
+    highest = dict(sorted(points))  # the last of an x is its highest
+    return tuple(zip(highest, accumulate(highest.values(), max), strict=True))
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """The curve's y at `x`: level before its first point, behind its last as steep as before it.
+
+    >>> [interpolate(((0.0, 0.0), (10.0, 1.0), (20.0, 3.0)), x) for x in (5, 15, 30)]
+    [0.5, 2.0, 5.0]
+    """
+    if x <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = next((pair for pair in pairwise(curve) if x <= pair[1][0]), curve[-2:])
+    return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
+
+
+def last_within(curve: Curve, y: float) -> float:
+    """The largest x of the curve at which it is not above `y`; its first x where it always is.
+
+    >>> last_within(LINEAR, 0.4), last_within(((0.0, 0.1), (0.5, 0.6), (1.0, 1.1)), 0.05), last_within(LINEAR, 7)
+    (0.4, 0.0, 1.0)
+    """
+    if y >= curve[-1][1]:
+        return curve[-1][0]
+    for (x0, y0), (x1, y1) in reversed(list(pairwise(curve))):
+        if y0 <= y:
+            return x0 + (x1 - x0) * ((y - y0) / (y1 - y0))
+    return curve[0][0]
+
+
+# -- one request
+
+
+def choose_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
+    """The larger of `r_star` and the ratio whose recompute takes as long as loading, so that it is hidden behind it.
+
+    r_star: the least ratio that answers well. `load_s` and `prefill_s` are both per layer, or both of all layers. The
+    paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms, 4 ms):
+
+    >>> [choose_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in ((0.016, 0.003), (0.004, 0.007))]
+    [0.8, 0.15]
+    """
+    if not 0 <= r_star <= 1:
+        raise UsageError(f"r_star is {r_star}; choose 0 to 1")
+    if load_s < 0 or prefill_s <= 0:
+        raise UsageError(f"loading takes {load_s} s and prefill {prefill_s} s; neither can be")
+    return min(1.0, max(r_star, last_within(shares, load_s / prefill_s)))
+
+
+def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
+    """Seconds of loading and computing `num_layers` equal layers, each layer loaded while others are computed.
+
+    As the engines do it, which docs/loading.md derives: layer 0 is computed and read last, and before anything else is
+    recomputed the question is asked at layer 1, so that computing waits for one layer.
+
+    >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
+    (9.0, 8.0)
+    """
+    return max(load_s, compute_s + waiting_s(load_s, num_layers))
+
+
+def waiting_s(load_s: float, num_layers: int) -> float:
+    """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
+
+    >>> waiting_s(8.0, num_layers=4), waiting_s(8.0, num_layers=1)
+    (2.0, 0.0)
+    """
+    return load_s / num_layers if num_layers > 1 else 0.0
+
+
+class Decision(NamedTuple):
+    """What to do with one request, and the seconds it rests on. `refused`: why nothing is reused, "" if it is."""
+
+    ratio: float
+    refused: str
+    load_s: float
+    recompute_s: float
+    full_s: float
+
+
+def decide(
+    profile: MachineProfile,
+    r_star: float,
+    num_tokens: int,
+    num_stored: int,
+    load_bytes: Mapping[str, int],
+    asks_first: bool = False,
+) -> Decision:
+    """The ratio for a prompt of `num_tokens`, `num_stored` of them stored, or why full prefill is the faster way.
+
+    load_bytes: what has to be read from each tier, by its name. A tier that was not measured counts as instant: then
+    nothing is known that speaks against `r_star`.
+    """
+    speeds = profile.bytes_per_s
+    load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
+    full_s = profile.full_s(num_tokens)
+    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), asks_first)
+    if num_stored and least_s >= full_s:
+        refused = (
+            f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
+            f"{least_s:.3g} s in all"
+        )
+        return Decision(1.0, refused, load_s, full_s, full_s)
+    # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
+    share = num_stored / max(1, num_tokens)
+    hidden_s = max(0.0, profile.hiding_s(load_s, asks_first) - full_s * (1.0 - share))
+    ratio = choose_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
+    return Decision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
+
+
+# -- which device
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where KV could be kept."""
+
+    name: str
+    bytes_per_s: float
+    usd_per_gb_month: float
+
+    def __post_init__(self) -> None:
+        check_speed(self.name, self.bytes_per_s)
+        if not (math.isfinite(self.usd_per_gb_month) and self.usd_per_gb_month >= 0):
+            raise UsageError(f"device {self.name} costs {self.usd_per_gb_month} USD per GB and month; give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the store is to hold and answer: prompts of `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
+
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = 0.15
+    usd_per_hour: float | None = None  # of the machine that prefills
+    asks_first: bool = False  # the rule reads every layer before it chooses: no loading hides behind recompute
+
+    def __post_init__(self) -> None:
+        for name in ("num_chunks", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if not 0 <= self.ratio <= 1:
+            raise UsageError(f"ratio is {self.ratio}; choose 0 to 1")
+        if self.question_tokens < 0 or (self.usd_per_hour is not None and self.usd_per_hour <= 0):
+            raise UsageError("a question has 0 tokens or more, and an hour of the machine costs more than 0 USD")
+
+    @property
+    def num_stored(self) -> int:
+        """Chunk tokens of one prompt."""
+        return self.num_chunks * self.chunk_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one prompt."""
+        return self.num_stored + self.question_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One device: what it costs and does to the time to first token. Times are estimates, in seconds."""
+
+    device: str
+    load_s: float  # T_load of one prompt's chunks
+    recompute_s: float  # T_recompute at the ratio asked for
+    ttft_s: float  # both, in the pipeline
+    adds_delay: bool  # loading takes longer than recomputing; where it does not run beside it, more than a tenth
+    hidden_ratio: float  # so much can be recomputed behind loading; at least the ratio asked for
+    pays: bool  # it is faster than full prefill
+    gb_per_1000_chunks: float
+    usd_per_1000_chunks_month: float
+    saved_s: float  # per prompt, against full prefill; below 0 where it does not pay
+    reuses_to_repay: int | None  # uses of a chunk until the time of precomputing it is saved; None: never
+    reuses_per_month: float | None  # uses of a chunk per month that pay its storage; None: never, or no hourly price
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every device, cheapest first, and the cheapest that adds no delay; None where each of them does."""
+
+    need: Need
+    full_s: float  # full prefill of one prompt
+    options: tuple[Option, ...]
+    chosen: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return asdict(self)
+
+
+SLIGHT = 0.1
+"""Loading that no recompute hides counts as a delay from this share of it on: in the pipeline, loading that takes as
+long as recomputing costs as much (docs/loading.md)."""
+
+
+def plan(profile: MachineProfile, devices: Sequence[Device], need: Need) -> Plan:
+    """The paper's second question: the cheapest device from which blending `need` is as fast as from memory."""
+    names = [device.name for device in devices]
+    if not devices or len(set(names)) < len(names):
+        raise UsageError(f"devices are {', '.join(names) or 'none'}; name one or more, each once (--device)")
+    ordered = sorted(devices, key=lambda device: (device.usd_per_gb_month, -device.bytes_per_s, device.name))
+    options = tuple(weigh(profile, device, need) for device in ordered)
+    chosen = next((option.device for option in options if option.pays and not option.adds_delay), None)
+    return Plan(need, profile.full_s(need.num_tokens), options, chosen)
+
+
+def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
+    """What one device costs, and what it does to prompts of that kind."""
+    full_s = profile.full_s(need.num_tokens)
+    load_s = profile.load_s(device.bytes_per_s, need.num_stored)
+    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.asks_first)
+    chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
+    saved_per_chunk_s = saved_s / need.num_chunks
+    pays = saved_s > 0
+    month_usd = chunk_gb * device.usd_per_gb_month
+    return Option(
+        device=device.name,
+        load_s=load_s,
+        recompute_s=recompute_s,
+        ttft_s=full_s - saved_s,
+        adds_delay=load_s > recompute_s * (SLIGHT if need.asks_first else 1.0) or not profile.overlaps,
+        hidden_ratio=choose_ratio(need.ratio, profile.hiding_s(load_s, need.asks_first), full_s, profile.shares),
+        pays=pays,
+        gb_per_1000_chunks=1000 * chunk_gb,
+        usd_per_1000_chunks_month=1000 * month_usd,
+        saved_s=saved_s,
+        reuses_to_repay=math.ceil(profile.full_s(need.chunk_tokens) / saved_per_chunk_s) if pays else None,
+        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * need.usd_per_hour)
+        if pays and need.usd_per_hour
+        else None,
+    )
+
+
+def parse_device(text: str, measured: Mapping[str, float]) -> Device:
+    """A device from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
+
+    >>> parse_device("ssd:2.5:0.08", {}), parse_device("disk::0.1", {"disk": 5e8}).bytes_per_s
+    (Device(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)
+    """
+    name, *numbers = text.split(":")
+    try:
+        speed_text, price_text = numbers
+        if not speed_text and name not in measured:
+            known = ", ".join(measured) or "none"
+            raise UsageError(f"device {name!r} has no speed, and no tier of that name was measured (measured: {known})")
+        speed = float(speed_text) * GB if speed_text else measured[name]
+        return Device(name, speed, float(price_text))
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{text!r} is not a device; write NAME:GB_PER_S:USD_PER_GB_MONTH, such as ssd:2.5:0.08, or disk::0.08 for "
+            "the speed that was measured"
+        ) from error
+
+
+def check_speed(name: str, bytes_per_s: float) -> None:
+    """Raise UsageError unless a device or tier reads something."""
+    if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
+        raise UsageError(f"{name} reads {bytes_per_s} bytes per second; give more than 0")

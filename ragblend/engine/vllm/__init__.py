@@ -1,0 +1,1 @@
+"""The engine on stock vLLM: the only place that imports vllm."""

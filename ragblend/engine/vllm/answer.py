@@ -1,0 +1,393 @@
+"""What both vLLM engines share: a prompt to token ids and parameters, tokens back to text and a report.
+
+`VllmBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
+that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
+
+Knows segments, reports and the connector's parameters. Knows neither HTTP nor vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from ragblend.engine.agreement import ShadowReport
+from ragblend.engine.base import EngineBase
+from ragblend.engine.decoding import Sampling, StopScanner
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.generation import check_options
+from ragblend.engine.report import (
+    MODES,
+    BlendReport,
+    ChunkReport,
+    FinishReason,
+    Generation,
+    Mode,
+    PrefixMatch,
+    RatioChoice,
+)
+from ragblend.engine.shadow import runs_alike
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmReport
+from ragblend.errors import EngineClosedError, RagblendError
+from ragblend.prompt.prompt import Part, Segment, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.segmenter import Segmenter, TextStream
+
+log = logging.getLogger(__name__)
+
+INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRequest:
+    """One prompt as vLLM gets it, and how its answer is to be read."""
+
+    prompt: TokenizedPrompt
+    params: BlendParams
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any]:
+        """What goes to the connector."""
+        return {PARAMS_KEY: self.params.as_dict()}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came from vLLM in one step. `finish_reason` is set on the last; `report` where the connector sent one."""
+
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    report: VllmReport | None = None
+    num_cached_tokens: int = 0  # prompt tokens that vLLM did not have to compute, where it tells
+
+
+@dataclass(slots=True)
+class Facts:
+    """What an engine must know of its model. `stop_ids` end an answer and are no part of it."""
+
+    name: str
+    fingerprint: str
+    context_length: int
+    bytes_per_token: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class VllmStream:
+    """One answer in the making. Iterating yields text; `result` is complete when the iteration ends.
+
+    When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
+    """
+
+    def __init__(self, engine: VllmBase, request: VllmRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._start_s = perf_counter()
+        self._pieces = self._run()
+        params = request.params
+        report = BlendReport(_mode(params.mode), params.rule, _number(params.ratio))
+        report.prompt_tokens = request.prompt.num_tokens
+        report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
+        report.num_chunks = len(report.chunks)
+        self.result = Generation("", [], "cancelled", report)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating. The result keeps what was made so far."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[str]:
+        request, result, report = self._request, self.result, self.result.report
+        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.stop)
+        finished, reported = None, False
+        start_s = perf_counter()
+        if self._engine.closed:
+            return
+        try:
+            with closing(self._engine.deltas(request)) as received:
+                for delta in self._until_closed(received):
+                    if delta.token_ids and not result.token_ids and not report.ttft_s:
+                        report.ttft_s = perf_counter() - self._start_s
+                        start_s = perf_counter()
+                    if delta.report is not None:
+                        _fill(report, delta.report)
+                        _fill_cached(report, request, delta.num_cached_tokens)
+                        reported = True
+                    shown = ""
+                    for token in delta.token_ids:
+                        if scanner.stopped or token in self._engine.facts.stop_ids:
+                            break  # vLLM sends the end token, too, and stops there by itself
+                        result.token_ids.append(token)
+                        shown += scanner.push(text.push(token))
+                    if shown:
+                        result.text += shown
+                        yield shown
+                    finished = delta.finish_reason or finished
+                    if scanner.stopped and delta.finish_reason is None and request.stop:
+                        break  # vLLM did not see the stop string in its own reading of the tokens
+            if not self._engine.blends:
+                report.mode, report.rule, report.recompute_ratio = "full", "none", 1.0
+            rest = scanner.push(text.flush()) + scanner.flush()
+            if rest:
+                result.text += rest
+                yield rest
+            result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
+            if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
+                self._engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
+        finally:
+            report.decode_s = perf_counter() - start_s
+            report.completion_tokens = len(result.token_ids)
+            if reported:  # else nothing tells a miss from a vLLM that does not blend
+                self._engine.backfill(request, report)
+                self._engine.consider_shadow(request, result)
+
+    def _until_closed(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+        """`deltas` up to the moment when the engine is closed."""
+        with suppress(EngineClosedError):
+            for delta in deltas:
+                if self._engine.closed:
+                    return
+                yield delta
+
+
+class VllmBase(EngineBase):
+    """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
+
+    A missing chunk is sent to be precomputed alone, in the background, unless `on_miss` is "inline". Conversations are
+    prompts like others: chunks of earlier turns are fused again. `options` are those of `EngineBase`.
+    """
+
+    blends = True  # False: an ordinary vLLM, which prefills everything
+
+    def __init__(self, segmenter: Segmenter, store: KVStore, facts: Facts, **options: Any) -> None:
+        self.facts = facts
+        super().__init__(segmenter, store, name=facts.name, fingerprint=facts.fingerprint, **options)
+
+    @abstractmethod
+    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+        """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.facts.context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of stored KV per chunk token, all layers."""
+        return self.facts.bytes_per_token
+
+    # -- ingestion
+
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
+        """`precompute` of each, in order, several on their way at once."""
+        with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
+            try:
+                yield from pool.map(self.precompute, chunks)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Bring the KV of a later request's chunks into the memory of vLLM's workers, in the background.
+
+        A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
+        """
+        self.bring_closer([self.key(chunk) for chunk in chunks])
+
+    @abstractmethod
+    def bring_closer(self, keys: list[str]) -> None:
+        """Tell the workers to prefetch `keys`."""
+
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already, behind another that is."""
+        key = self.key_of(token_ids, neighbour)
+        if not token_ids or self.store.contains(key):
+            return 0
+        prefix = self.default_prefix_ids + neighbour
+        self._check_length(len(prefix) + len(token_ids) + 2, "chunk")
+        segments = [Segment("prefix", prefix, 0)] if prefix else []
+        segments.append(Segment("chunk", token_ids, len(prefix)))
+        # One token more, because vLLM samples from the last one; which, does not matter.
+        prompt = TokenizedPrompt((*segments, Segment("suffix", token_ids[-1:], len(prefix) + len(token_ids))))
+        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace)
+        report = None
+        with closing(self.deltas(VllmRequest(prompt, params, 1, Sampling(), ()))) as deltas:
+            for delta in deltas:
+                report = delta.report or report
+        if report is not None and report.refused_reason:
+            raise RagblendError(f"the chunk was not stored: {report.refused_reason}")
+        # A report says that it was stored, if not here: behind a balancer the next question may reach another replica.
+        if report is None and not self.store.contains(key):
+            raise RagblendError(
+                f"vLLM answered, but the chunk's KV is not in the store (key {key}); look for ragblend in the server's "
+                "log, and check its setup: ragblend doctor"
+            )
+        return len(token_ids) * self.bytes_per_token
+
+    # -- answering
+
+    def generate(self, prompt: SegmentedPrompt, **options: Any) -> Generation:
+        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: SegmentedPrompt, **options: Any) -> VllmStream:
+        """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
+
+        Options are checked here, before anything is sent. Closing the stream early aborts the request.
+        """
+        return VllmStream(self, self.request(prompt, **options))
+
+    def request(
+        self,
+        prompt: SegmentedPrompt,
+        *,
+        mode: Mode = "blend",
+        rule: str = "auto",
+        recompute_ratio: RatioChoice = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> VllmRequest:
+        """What to answer and how, tokenized and checked. The options are the transformers engine's.
+
+        A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
+        Raises PromptTooLongError beyond the model's context, UsageError for bad values.
+        """
+        check_options(mode, max_tokens)
+        find_rule(rule)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self._check_prompt(prompt, stops)
+        tokenized = self.segmenter.tokenize(prompt)
+        self._check_length(tokenized.num_tokens + 1, "prompt")
+        StopScanner(stops)  # refuses an empty stop string
+        return VllmRequest(
+            tokenized,
+            blend_params(tokenized, mode, rule, recompute_ratio, self.namespace, seed or 0),
+            min(max_tokens, self.context_length - tokenized.num_tokens),
+            Sampling(temperature, top_p, seed),
+            stops,
+        )
+
+    def backfill(self, request: VllmRequest, report: BlendReport) -> None:
+        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
+        if self._backfill is None or self.closed or request.params.mode not in ("blend", "reuse"):
+            return
+        for segment, chunk in zip(_chunks(request), report.chunks, strict=True):
+            if not chunk.hit:
+                self._backfill.add(segment.token_ids)
+
+    def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
+        """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
+        tokens, so what a sampled one would have been is not known."""
+        params = request.params
+        if params.mode not in ("blend", "reuse") or request.sampling.temperature or answer.finish_reason == "cancelled":
+            return
+
+        def compare() -> ShadowReport:
+            prompt = self.segmenter.as_sent(request.prompt)
+            full = blend_params(prompt, "full", params.rule, params.ratio, params.namespace, params.seed)
+            stream = VllmStream(self, replace(request, prompt=prompt, params=full))
+            same = runs_alike(stream, answer)
+            return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
+
+        self._shadow.consider(compare, answer.report)
+
+
+def blend_params(
+    prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: RatioChoice, namespace: str, seed: int = 0
+) -> BlendParams:
+    """What the connector is told about `prompt`."""
+    return BlendParams(mode, rule, ratio, _spans(prompt), namespace, seed, _template(prompt))
+
+
+def _chunks(request: VllmRequest) -> tuple[Segment, ...]:
+    return request.prompt.chunk_segments
+
+
+def _spans(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.start, segment.end) for segment in prompt.chunk_segments)
+
+
+def _template(prompt: TokenizedPrompt) -> tuple[tuple[int, int], ...]:
+    return tuple((segment.num_lead, segment.num_tail) for segment in prompt.chunk_segments)
+
+
+def _source(segment: Segment) -> str:
+    return segment.chunk.source if segment.chunk is not None else ""
+
+
+def _number(ratio: RatioChoice) -> float:
+    """The ratio, as far as it is known on this side."""
+    return 0.0 if ratio is None or isinstance(ratio, str) else ratio
+
+
+def _mode(mode: str) -> Mode:
+    return next((known for known in MODES if known == mode), "blend")
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
+def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: int) -> None:
+    """What vLLM's own prefix cache spared; the connector does not see it."""
+    if report.mode != "prefix" or not num_cached_tokens:
+        return
+    report.num_prefix_tokens = report.num_reused_tokens = num_cached_tokens
+    total = sum(segment.num_tokens for segment in _chunks(request))
+    if total:
+        cached = sum(max(0, min(end, num_cached_tokens) - start) for start, end in request.params.spans)
+        report.charged_budget = report.charged_budget_32 = 1 - cached / total
+
+
+def _fill(report: BlendReport, facts: VllmReport) -> None:
+    """Take over what the connector tells; what it cannot know (sources, times seen from here) stays."""
+    report.mode, report.rule, report.recompute_ratio = _mode(facts.mode), facts.rule, facts.ratio
+    for name in (
+        "num_chunk_hits",
+        "num_reused_tokens",
+        "num_recomputed_tokens",
+        "num_prefix_tokens",
+        "num_damaged_entries",
+        "charged_budget",
+        "charged_budget_32",
+        "attention_exact",
+        "attention_recomputed",
+        "attention_stale",
+        "mean_deviation",
+        "predicted_agreement",
+        "load_s",
+        "stall_s",
+        "fuse_s",
+        "probe_s",
+        "select_s",
+    ):
+        setattr(report, name, getattr(facts, name))
+    if len(facts.prefix_match) == len(report.chunks):
+        for chunk, match in zip(report.chunks, facts.prefix_match, strict=True):
+            known: PrefixMatch | None = "exact" if match == "exact" else "approximate" if match else None
+            chunk.hit, chunk.prefix_match = known is not None, known
+    if len(facts.kv_dtype) == len(report.chunks):
+        for chunk, kv_dtype in zip(report.chunks, facts.kv_dtype, strict=True):
+            chunk.kv_dtype = kv_dtype
+    report.refused_reason = facts.refused_reason or ""
+    if facts.refused_reason and not facts.refused_by_choice:
+        log.warning("the prompt was prefilled in full: %s", facts.refused_reason)

@@ -1,0 +1,189 @@
+"""What `ragblend serve` adds to vLLM's HTTP server: which chunks are stored, and the report at the end of a stream.
+
+    GET  /v1/ragblend          {"model", "fingerprint", "dtype", "bytes_per_token", "context_length", "store"}
+    POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
+    POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
+    POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+
+Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
+vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
+requests that carry ours, a stream here ends with one more event that has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 10_000  # per request
+_ASK_S = 10.0  # longest wait for the workers, which answer between two steps
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class BlendMiddleware:
+    """ASGI middleware that equips vLLM's application at the first request, and then only passes requests on."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._equipped = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to vLLM."""
+        if scope["type"] == "http" and not self._equipped:
+            self._equipped = True
+            try:
+                equip(scope["app"])
+            except Exception:  # vLLM serves on; clients then take it for one without ragblend
+                log.exception("this server cannot tell what is stored, and its streams have no reports")
+        await self._app(scope, receive, send)
+
+
+def equip(app: Any) -> None:
+    """Add the routes to `app`, and the report to its completion streams."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+
+    chunks = ServedChunks(app.state.vllm_config)
+
+    async def facts(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(chunks.facts))
+
+    async def stored(request: Request) -> Response:
+        return await with_keys(request, lambda keys: {"stored": chunks.store.contains_each(keys)})
+
+    async def forget(request: Request) -> Response:
+        return await with_keys(request, lambda keys: {"num_removed": sum(map(chunks.store.delete, keys))})
+
+    async def prefetch(request: Request) -> Response:
+        loop = asyncio.get_running_loop()
+
+        def start(keys: list[str]) -> dict[str, Any]:
+            asyncio.run_coroutine_threadsafe(tell_workers(app.state.engine_client, keys), loop)
+            return {"num_keys": len(keys)}
+
+        return await with_keys(request, start)
+
+    async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
+        try:
+            keys = keys_of(await request.body())
+            return JSONResponse(await run_in_threadpool(answer, keys))
+        except (RagblendError, OSError) as error:
+            known = {UsageError: 400, BackendUnreachableError: 503}
+            status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
+            return JSONResponse({"error": {"message": str(error), "code": status}}, status_code=status)
+
+    app.router.add_route("/v1/ragblend", facts, methods=["GET"])
+    app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
+    app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
+    app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
+    serving = getattr(app.state, "openai_serving_completion", None)
+    if serving is not None:
+        report_in_streams(serving)
+
+
+class ServedChunks:
+    """The store of a vLLM, as its HTTP front end sees it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._model = vllm_config.model_config
+        self._directory = str(Path(config.store).absolute())
+        self.store = config.open_shared()
+        from ragblend.engine.vllm.connector import model_fingerprint, model_shape
+
+        self._fingerprint = model_fingerprint(self._model)
+        self.store.expect(self._fingerprint, model_shape(self._model))
+        self._facts: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """What a client needs to compute keys, and to tell people what is served."""
+        if self._facts:
+            return self._facts
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
+        self._facts = {
+            "model": checkpoint.name,
+            "fingerprint": self._fingerprint,
+            "dtype": checkpoint.dtype,
+            "bytes_per_token": checkpoint.bytes_per_token,
+            "context_length": self._model.max_model_len,
+            "store": self._directory,
+        }
+        return self._facts
+
+
+def keys_of(body: bytes) -> list[str]:
+    """The keys a request names. Raises UsageError for anything else."""
+    try:
+        keys = json.loads(body)["keys"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError('send {"keys": ["..."]}') from error
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(keys) > MAX_KEYS:
+        raise UsageError(f"keys must be a list of at most {MAX_KEYS} strings")
+    return keys
+
+
+def report_in_streams(serving: Any) -> None:
+    """Make streams of `serving`, vLLM's completion handler, end with an event that has `kv_transfer_params`."""
+    original = serving.completion_stream_generator
+
+    def with_report(request: Any, inputs: Any, results: Any, request_id: str, *rest: Any, **more: Any) -> Any:
+        asked = (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
+        if asked is None:
+            return original(request, inputs, results, request_id, *rest, **more)
+        found: dict[str, Any] = {}
+        names: set[str] = set()
+
+        async def watched() -> AsyncIterator[Any]:
+            async for index, result in results:
+                names.add(result.request_id)
+                found.update(getattr(result, "kv_transfer_params", None) or {})
+                yield index, result
+
+        async def events() -> AsyncIterator[str]:
+            async for event in original(request, inputs, watched(), request_id, *rest, **more):
+                done = event.startswith("data: [DONE]")
+                if done and not found and len(names) == 1:  # a stop string ended it, and vLLM has dropped the report
+                    found.update(await workers_report(serving, names.pop()))
+                if done and found:
+                    last = {"id": request_id, "object": "text_completion", "choices": [], "kv_transfer_params": found}
+                    yield f"data: {json.dumps(last)}\n\n"
+                yield event
+
+        return events()
+
+    serving.completion_stream_generator = with_report
+
+
+async def tell_workers(engine_client: Any, keys: list[str]) -> None:
+    """Have the workers prefetch `keys`; they take note between two engine steps."""
+    try:
+        await engine_client.collective_rpc("ragblend_prefetch", timeout=_ASK_S, args=(keys,))
+    except Exception as error:  # a hint: requests load what they need themselves
+        log.warning("nothing is prefetched: %s", error)
+
+
+async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
+    """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
+    try:
+        reports = await serving.engine_client.collective_rpc("ragblend_report", timeout=_ASK_S, args=(request_id,))
+    except Exception as error:  # the answer is complete without it
+        log.warning("no report on %s: %s", request_id, error)
+        return {}
+    return {PARAMS_KEY: reports[0]} if reports and reports[0] else {}

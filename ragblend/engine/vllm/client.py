@@ -1,0 +1,450 @@
+"""An engine over HTTP: a vLLM server started by `ragblend serve`, driven through `/v1/completions` with token ids.
+
+Text becomes ids here and ids become text here; the server sees ids and chunk spans only. Read `VllmClient.deltas`
+first. Knows HTTP, server-sent events and vLLM's fields. Knows nothing about KV.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+import httpx
+
+from ragblend.engine.store.base import StoreCounters
+from ragblend.engine.store.kv import ChunkKV
+from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm.params import report_from
+from ragblend.errors import (
+    BackendUnreachableError,
+    EngineClosedError,
+    NotFoundError,
+    PromptTooLongError,
+    RagblendError,
+    UsageError,
+)
+from ragblend.redaction import redacted
+
+log = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "RAGBLEND_API_KEY"
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for minutes
+MAX_RETRIES = 2
+RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
+_FIRST_PAUSE_S = 0.5  # doubled with every retry
+
+
+def is_url(backend: str) -> bool:
+    """Whether a backend's name is a server's address.
+
+    >>> is_url("http://localhost:8000"), is_url("vllm")
+    (True, False)
+    """
+    return backend.startswith(("http://", "https://"))
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return is_url(url) and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number
+        return False
+
+
+class ServerFacts(NamedTuple):
+    """What a server says of itself. `fingerprint` is empty for a vLLM without ragblend."""
+
+    model: str  # the name requests must give
+    root: str  # where the server has it from
+    context_length: int
+    fingerprint: str = ""
+    bytes_per_token: int = 0
+
+
+class Connection:
+    """One server: requests with the API key, retries and readable errors. Safe to share between threads."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = READ_TIMEOUT_S,
+        max_retries: int = MAX_RETRIES,
+        first_pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        if not _is_address(url):
+            raise UsageError(f"backend is {redacted(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
+        if max_retries < 0:
+            raise UsageError(f"max_retries is {max_retries}; choose 0 or more")
+        base_url = url.rstrip("/").removesuffix("/v1")
+        self.url = redacted(base_url)  # for people
+        key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
+        self._max_retries = max_retries
+        self._first_pause_s = first_pause_s
+        self._closed = threading.Event()
+        self._streams: WeakSet[Any] = WeakSet()  # network streams that were opened, to wake whoever reads from them
+        self._num_open = 0  # requests under way
+        self._lock = threading.Lock()
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        )
+
+    @contextmanager
+    def open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
+        """A response whose body is still to be read. Tried again until its head has arrived, not afterwards."""
+        with self._counted():
+            with self._translated():
+                response = self._send(method, path, body)
+            try:
+                with self._translated():
+                    if response.status_code >= 400:
+                        response.read()
+                        raise self._error(response, path)
+                    yield response
+            finally:
+                response.close()
+
+    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object a request answers with."""
+        with self.open(method, path, body) as response:
+            return self._object(response.read(), path)
+
+    def close(self) -> None:
+        """Free the sockets. Whoever waits for the server in another thread gets EngineClosedError at once."""
+        self._closed.set()
+        for stream in list(self._streams) if self._num_open else ():
+            # Closing a socket does not wake a thread that reads from it; shutting it down does.
+            with suppress(OSError, AttributeError):
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self._http.close()
+
+    def _note_stream(self, event: str, info: Mapping[str, Any]) -> None:
+        """httpcore's trace of a request: keep the streams that it opens."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._streams.add(info["return_value"])
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        pause_s = self._first_pause_s
+        for left in range(self._max_retries, -1, -1):
+            if self._closed.is_set():
+                raise EngineClosedError(f"the engine over {self.url} is closed; load it again")
+            try:
+                request = self._http.build_request(method, path, json=body, extensions={"trace": self._note_stream})
+                response = self._http.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
+                # Nothing of an answer has come: sending it again cannot give two.
+                if not left or self._closed.is_set():
+                    raise
+                log.info("%s: %s; trying again", self.url, error)
+            else:
+                if response.status_code not in RETRY_STATUS or not left:
+                    return response
+                response.close()
+                log.info("%s answered %d; trying again", self.url, response.status_code)
+            self._closed.wait(pause_s)
+            pause_s *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineClosedError:
+            raise
+        except Exception as error:  # of whatever kind: what a socket raises that is shut down while it is read
+            if self._closed.is_set():
+                raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
+            with self._named():
+                raise
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise BackendUnreachableError(
+                f"{self.url} did not answer in time ({type(error).__name__}); look at its log, or wait longer "
+                "(timeout=SECONDS)"
+            ) from error
+        except (httpx.ReadError, httpx.RemoteProtocolError) as error:
+            raise BackendUnreachableError(
+                f"{self.url} went away in the middle of an answer ({error}); look at its log and ask again"
+            ) from error
+        except httpx.TransportError as error:
+            raise BackendUnreachableError(
+                f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
+            ) from error
+
+    def _error(self, response: httpx.Response, path: str) -> RagblendError:
+        status, said = response.status_code, _message(response.text)
+        if status in (401, 403):
+            return RagblendError(
+                f"{self.url} refuses the API key ({status}); give the server's: export {API_KEY_VARIABLE}=KEY, or "
+                "api_key=..."
+            )
+        if status == 404:
+            return NotFoundError(
+                f"{self.url} has no {path} ({said}); is it a vLLM server? Start one: ragblend serve MODEL --store DIR"
+            )
+        if status in RETRY_STATUS:
+            return BackendUnreachableError(
+                f"{self.url} is busy or starting ({status}: {said}); try again, or add replicas behind it"
+            )
+        if status == 400 and "maximum context length" in said:
+            return PromptTooLongError(f"{said}; retrieve fewer chunks (-k), or serve with a larger --max-model-len")
+        if status < 500:
+            return UsageError(f"{self.url} refuses the request ({status}): {said}")
+        return RagblendError(f"{self.url} failed ({status}): {said}; look at the server's log")
+
+    def _object(self, text: bytes | str, path: str) -> dict[str, Any]:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise RagblendError(f"{self.url}{path} answered no JSON object; is it a vLLM server?")
+        return value
+
+
+def server_facts(connection: Connection, model: str = "") -> ServerFacts:
+    """What the server at the other end runs: `model` where it has several names, one of them that.
+
+    Raises BackendUnreachableError when nothing answers.
+    """
+    models = connection.json("GET", "/v1/models").get("data")
+    if not isinstance(models, list) or not models or not all(isinstance(entry, dict) for entry in models):
+        raise RagblendError(f"{connection.url}/v1/models names no model; is it a vLLM server?")
+    first = next((entry for entry in models if model in (entry.get("id"), entry.get("root"))), models[0])
+    length = first.get("max_model_len")
+    facts = ServerFacts(
+        str(first.get("id")), str(first.get("root") or first.get("id")), length if isinstance(length, int) else 2**31
+    )
+    try:
+        own = connection.json("GET", "/v1/ragblend")
+    except NotFoundError:
+        return facts
+    return facts._replace(
+        fingerprint=str(own.get("fingerprint", "")), bytes_per_token=int(own.get("bytes_per_token") or 0)
+    )
+
+
+class ServerStore:
+    """The server's store, seen through its HTTP interface: what is there and what is to go, never the KV itself.
+
+    `root` is a directory of this machine where the texts of ingested chunks are remembered; None keeps them in memory.
+    """
+
+    def __init__(self, connection: Connection, root: Path | None = None) -> None:
+        self._connection = connection
+        self.url = connection.url
+        self.root = root
+        self.counters = StoreCounters()
+
+    def contains(self, key: str) -> bool:
+        """Whether the server's store has `key`."""
+        stored = self._connection.json("POST", "/v1/ragblend/stored", {"keys": [key]}).get("stored")
+        return bool(stored and stored[0])
+
+    def delete(self, key: str) -> bool:
+        """Remove `key` from the server's store; whether it was there."""
+        return bool(self._connection.json("POST", "/v1/ragblend/forget", {"keys": [key]}).get("num_removed"))
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        """Never: KV stays on the server."""
+        return None
+
+    def put(self, kv: ChunkKV) -> None:
+        """Never: the server computes its KV itself."""
+        raise RagblendError(f"KV cannot be sent to {self._connection.url}; have it computed there: ragblend ingest")
+
+    def keys(self) -> Iterator[str]:
+        """Not listed over HTTP."""
+        return iter(())
+
+    def nbytes(self) -> int:
+        """Not known here."""
+        return 0
+
+
+class NoStore(ServerStore):
+    """What stands for the store of a vLLM server without ragblend: nothing is stored, nothing can be."""
+
+    def contains(self, key: str) -> bool:
+        """Nothing is."""
+        return False
+
+    def delete(self, key: str) -> bool:
+        """Nothing was."""
+        return False
+
+
+class VllmClient(VllmBase):
+    """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
+
+    A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here: `notices` knows
+    which chunks were missing, and whether they are stored behind no system text; of other prefixes it knows nothing.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        facts: ServerFacts,
+        segmenter: Any,
+        *,
+        name: str,
+        root: Path | None = None,
+        stop_ids: Iterable[int] = (),
+        **options: Any,
+    ) -> None:
+        self.connection = connection
+        self.served_model = facts.model
+        blends = bool(facts.fingerprint)
+        store = ServerStore(connection, root) if blends else NoStore(connection, root)
+        own = Facts(
+            name,
+            facts.fingerprint or f"served-{facts.model}",
+            facts.context_length,
+            facts.bytes_per_token,
+            segmenter.stop_ids() | frozenset(stop_ids),
+        )
+        self.blends = blends
+        if not blends:
+            log.warning(
+                "the server at %s is vLLM without ragblend and reuses no chunks; start it with: ragblend serve %s",
+                connection.url,
+                facts.root,
+            )
+            options["on_miss"] = "inline"
+        super().__init__(segmenter, store, own, **options)
+
+    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+        """One streamed completion. Closing the generator closes the connection, on which the server aborts."""
+        with self.connection.open("POST", "/v1/completions", self.body(request)) as response:
+            for event in events(response.iter_lines()):
+                yield delta(event, self.connection.url)
+
+    def body(self, request: VllmRequest) -> dict[str, Any]:
+        """The JSON body of a completion request."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.served_model,
+            "prompt": request.prompt.token_ids,
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stream": True,
+            "return_token_ids": True,
+            # vLLM would take these from the model's generation_config; the other engines do not.
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if self.facts.stop_ids:
+            body["stop_token_ids"] = sorted(self.facts.stop_ids)
+        if self.blends:
+            body["kv_transfer_params"] = request.kv_transfer_params
+        return body
+
+    def bring_closer(self, keys: list[str]) -> None:
+        """One call, which the server answers at once; a replica behind a balancer does it for itself alone."""
+        if not self.blends or not keys:
+            return
+        try:
+            self.connection.json("POST", "/v1/ragblend/prefetch", {"keys": keys})
+        except RagblendError as error:
+            log.warning("nothing is prefetched: %s", error)
+
+    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+        """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
+        if not self.blends:
+            raise RagblendError(
+                f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
+                "start it with: ragblend serve MODEL --store DIR"
+            )
+        return super().precompute_ids(token_ids, neighbour)
+
+    def close(self) -> None:
+        """Finish background work and free the sockets."""
+        if not self.is_usable:
+            return
+        super().close()
+        self.connection.close()
+
+
+def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream. Raises BackendUnreachableError when it ends without `[DONE]`.
+
+    >>> list(events(['data: {"a": 1}', '', ': keep-alive', 'data: [DONE]']))
+    [{'a': 1}]
+    """
+    for line in lines:
+        field, _, value = line.partition(":")
+        if field != "data":
+            continue  # a comment, a blank line between events, or a field that OpenAI's format does not use
+        value = value.strip()
+        if value == "[DONE]":
+            return
+        try:
+            event = json.loads(value)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise BackendUnreachableError(f"the server sent {value[:80]!r} instead of JSON; ask again")
+        yield event
+    raise BackendUnreachableError("the server ended the answer before it was complete; look at its log and ask again")
+
+
+def delta(event: Mapping[str, Any], url: str = "the server") -> Delta:
+    """One event of a completion stream. Raises RagblendError for one that reports a failure."""
+    if "error" in event:
+        raise RagblendError(f"{url} failed while answering: {_message(json.dumps(event))}; look at the server's log")
+    report = report_from(event.get("kv_transfer_params"))
+    choices = event.get("choices") or ()
+    if not choices:
+        return Delta(report=report)
+    return Delta(choices[0].get("token_ids") or (), choices[0].get("finish_reason"), report)
+
+
+def _message(text: str) -> str:
+    """What a server says in an error's body: vLLM's and OpenAI's forms, else its beginning.
+
+    >>> _message('{"error": {"message": "too long"}}'), _message("oops")
+    ('too long', 'oops')
+    """
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:300]
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    said = inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner
+    return str(said)[:300]

@@ -1,0 +1,341 @@
+"""An engine with vLLM in this process: `load_engine(..., backend="vllm")`.
+
+vLLM's synchronous engine runs on one thread of its own; requests from any thread join its batch. Read `_Loop.run`.
+Knows vLLM's engine by its arguments and outputs. The connector does the blending.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from ragblend.engine.store.kv import DTYPES
+from ragblend.engine.store.tiered import WorksInBackground, kv_dtype_of
+from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
+from ragblend.engine.vllm.loading import machine_facts_of
+from ragblend.engine.vllm.params import PARAMS_KEY, VllmReport, report_from
+from ragblend.errors import EngineClosedError, RagblendError, UsageError
+from ragblend.prompt.segmenter import Segmenter
+from ragblend.redaction import has_secret
+
+log = logging.getLogger(__name__)
+
+_YIELD_S = 0.0005  # after a step without a token: threads that load and fetch may be what it waits for
+_OURS = ("model", "dtype", "kv_transfer_config", "served_model_name")
+
+
+class VllmEngine(VllmBase):
+    """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
+
+    `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
+    or `close()` it. The store's entries are seen from here too, so `notices` can tell an empty store from one that was
+    filled behind another prefix.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        segmenter: Segmenter,
+        transfer: Mapping[str, Any],
+        store: Path | tempfile.TemporaryDirectory[str],
+        *,
+        vllm_options: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        self._temporary = None if isinstance(store, Path) else store
+        shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_shared()
+        engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
+        length = int(engine.model_config.max_model_len)
+        ends = segmenter.stop_ids() | _generation_stops(engine)
+        # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
+        from ragblend.engine.vllm.connector import model_fingerprint
+
+        self.vllm_config = engine.vllm_config
+        self.hardware = machine_facts_of(engine.vllm_config)
+        fingerprint = model_fingerprint(engine.model_config)
+        narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
+        stored = checkpoint.bytes_per_token // narrower
+        facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
+        super().__init__(segmenter, shared, facts, **options)
+        self._loop = _Loop(engine)
+
+    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+        """Run one request in vLLM's batch. Closing the generator aborts it."""
+        answers: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        request_id = f"ragblend-{uuid4().hex}"
+        self._loop.submit(_Add(request_id, request, sorted(self.facts.stop_ids), answers))
+        finished = False
+        try:
+            while not finished:
+                answer = answers.get()
+                if isinstance(answer, BaseException):
+                    finished = True
+                    raise answer
+                finished = answer.finish_reason is not None
+                yield answer
+        finally:
+            if not finished:
+                self._loop.submit(_Abort(request_id))
+
+    def bring_closer(self, keys: list[str]) -> None:
+        """Between two engine steps, or at once while vLLM rests."""
+        self._loop.submit(_Prefetch(keys))
+
+    def reset_prefix_cache(self) -> bool:
+        """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
+        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
+        self._loop.submit(_Reset(answer))
+        done = answer.get()
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
+    def close(self) -> None:
+        """Finish background work and shut vLLM down."""
+        if not self.is_usable:
+            return
+        super().close()
+        self._loop.close()
+        if isinstance(self.store, WorksInBackground):
+            self.store.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def start_vllm(
+    checkpoint: Checkpoint, transfer: Mapping[str, Any], options: Mapping[str, Any], trust_remote_code: bool = False
+) -> Any:
+    """A vLLM LLMEngine over `checkpoint` with the connector `transfer` describes."""
+    taken = [name for name in _OURS if name in options]
+    if taken:
+        raise UsageError(f"vllm_options sets {taken[0]}, which ragblend sets itself; leave it out")
+    # In one process, the engine starts in seconds and needs no guarded __main__; what the user set stays.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.update(environment())
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    # vLLM logs its configuration; a URL with a password reaches the connector by the environment (`TIER_SETTINGS`).
+    extra = dict(transfer["kv_connector_extra_config"])
+    hidden = {"RAGBLEND_REMOTE": extra.pop("remote")} if has_secret(extra.get("remote") or "") else {}
+    transfer = {**transfer, "kv_connector_extra_config": extra}
+    arguments = {
+        "model": str(checkpoint.path),
+        "served_model_name": checkpoint.name,
+        "dtype": checkpoint.dtype,
+        "trust_remote_code": trust_remote_code,
+        "disable_log_stats": True,
+        "kv_transfer_config": KVTransferConfig(**transfer),
+        "worker_extension_cls": EXTENSION,
+        **options,
+    }
+    if not is_cuda():
+        arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
+    memory = kv_memory_bytes(checkpoint, options.get("max_model_len"))
+    if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
+        arguments.setdefault("kv_cache_memory_bytes", memory)
+    try:
+        known = EngineArgs(**arguments)
+    except TypeError as error:
+        raise UsageError(f"vllm_options has what this vLLM does not take: {error}") from error
+    with _environment(hidden):
+        return LLMEngine.from_engine_args(known)
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables for what is started inside, and for nothing that is started later."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def stop_vllm(engine: Any) -> None:
+    """Shut `engine` down, and where it ran in this process leave that ready for another one."""
+    engine.engine_core.shutdown()
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def _generation_stops(engine: Any) -> frozenset[int]:
+    """End tokens that the model's generation config names."""
+    config = engine.model_config.try_get_generation_config() or {}
+    ends = config.get("eos_token_id")
+    return frozenset(ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else [])
+
+
+class _Add(NamedTuple):
+    request_id: str
+    request: VllmRequest
+    stop_ids: list[int]
+    answers: queue.SimpleQueue[Delta | BaseException]
+
+
+class _Abort(NamedTuple):
+    request_id: str
+
+
+class _Reset(NamedTuple):
+    answers: queue.SimpleQueue[bool | BaseException]
+
+
+class _Prefetch(NamedTuple):
+    keys: list[str]
+
+
+_Command = _Add | _Abort | _Reset | _Prefetch
+
+
+class _Loop:
+    """The thread that owns vLLM's engine: takes requests in, steps, hands tokens out."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
+        self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()  # nothing is queued once the loop has ended
+        self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: _Command) -> None:
+        """Queue a request, or its end. Raises RagblendError when the engine has stopped."""
+        with self._lock:
+            if not self._thread.is_alive() or self._failure is not None:
+                if isinstance(command, _Abort):
+                    return
+                if self._failure is None or isinstance(self._failure, EngineClosedError):
+                    raise EngineClosedError("the vLLM engine is closed; load it again")
+                raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
+            self._commands.put(command)
+
+    def close(self) -> None:
+        """End the thread and vLLM with it. Requests under way end with EngineClosedError."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def run(self) -> None:
+        """Until closed: new requests in, one step, outputs out."""
+        try:
+            while self._take_commands():
+                outputs = self._engine.step()
+                for output in outputs:
+                    self._hand_out(output)
+                if not outputs:
+                    time.sleep(_YIELD_S)
+            failure: BaseException = EngineClosedError("the vLLM engine was closed while it was answering")
+        except BaseException as error:
+            failure = RagblendError(f"vLLM failed: {type(error).__name__}: {error}; load the engine again")
+            failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Add):
+                self._answers[command.request_id] = command.answers
+            elif isinstance(command, _Reset):
+                command.answers.put(failure)
+        for answers in self._answers.values():
+            answers.put(failure)
+        stop_vllm(self._engine)
+        self._engine = None
+
+    def _take_commands(self) -> bool:
+        """Carry out what is queued, waiting for something when vLLM is idle. False: close."""
+        while True:
+            idle = not self._engine.has_unfinished_requests()
+            if not idle and self._commands.empty():
+                return True
+            command = self._commands.get()
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                self._may_stop.discard(command.request_id)
+                if self._answers.pop(command.request_id, None) is not None:
+                    self._engine.abort_request([command.request_id])
+                continue
+            if isinstance(command, _Reset):
+                command.answers.put(bool(self._engine.reset_prefix_cache()))
+                continue
+            if isinstance(command, _Prefetch):
+                self._prefetch(command.keys)
+                continue
+            try:
+                self._add(command)
+            except Exception as error:
+                command.answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+
+    def _prefetch(self, keys: list[str]) -> None:
+        try:
+            self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
+        except Exception as error:  # somebody's own worker_extension_cls: requests load what they need themselves
+            log.warning("nothing is prefetched: %s", error)
+
+    def _add(self, command: _Add) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request = command.request
+        params = SamplingParams(
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            seed=request.sampling.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=command.stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": request.kv_transfer_params},
+        )
+        self._engine.add_request(command.request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
+        self._answers[command.request_id] = command.answers
+        if request.stop:
+            self._may_stop.add(command.request_id)
+
+    def _hand_out(self, output: Any) -> None:
+        may_stop = output.request_id in self._may_stop
+        self._may_stop.discard(output.request_id)
+        answers = self._answers.get(output.request_id)
+        if answers is None:
+            return  # aborted in the meantime
+        (completion,) = output.outputs
+        report = report_from(getattr(output, "kv_transfer_params", None))
+        if report is None and may_stop:
+            report = self._early_report(output.request_id)
+        cached = output.num_cached_tokens or 0
+        answers.put(Delta(tuple(completion.token_ids), completion.finish_reason, report, cached))
+        if output.finished:
+            del self._answers[output.request_id]
+
+    def _early_report(self, request_id: str) -> VllmReport | None:
+        """The report as the workers have it; None when they had nothing to do, or know no such question."""
+        try:
+            return report_from({PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]})
+        except Exception as error:  # somebody's own worker_extension_cls, or another release: counts are missing then
+            log.debug("no report on %s: %s", request_id, error)
+            return None

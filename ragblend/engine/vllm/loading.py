@@ -1,0 +1,163 @@
+"""What vLLM's scheduler knows about loading: whether reuse pays, at which ratio, and what to read before its turn.
+
+Stored KV is read by the workers, maybe in other processes; what each request does is decided in the scheduler. So a
+worker tells which chunks are in its memory tier (`MemoryWatch`), `Loading` follows `controller.decide` with that, and
+`ReadAhead` names chunks that the workers may read while their disk has nothing to do. Knows chunks by key and stores;
+knows no requests, no prompts and no vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.tuning.machine import serving_facts
+from ragblend.engine.tuning.pipeline import Decision, MachineProfile, decide
+from ragblend.engine.vllm.worker import StoredSpan
+
+log = logging.getLogger(__name__)
+
+
+class MemoryChange(NamedTuple):
+    """Keys that came into a worker's memory tier and that left it, since it last told."""
+
+    come: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+class MemoryWatch:
+    """What of `store` is in memory, as seen by the worker that owns it."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._memory = next((tier for tier in store.tiers if isinstance(tier, MemoryStore)), None)
+        self._told: frozenset[str] = frozenset()
+        self._seen = (0, 0)
+
+    def change(self, is_asked: bool) -> MemoryChange | None:
+        """What is new since the last call, at every engine step; None where nothing is, unless `is_asked`."""
+        seen = (self._memory.counters.num_puts, self._memory.nbytes()) if self._memory is not None else (0, 0)
+        if self._memory is None or seen == self._seen:
+            return MemoryChange() if is_asked else None
+        held = frozenset(self._memory.keys())
+        change = MemoryChange(tuple(held - self._told), tuple(self._told - held))
+        self._seen, self._told = seen, held
+        return change
+
+
+class Loading:
+    """The loading controller of one scheduler: `controller.decide`, by what was measured on this machine.
+
+    `machine` None: nothing was, and every request gets the ratio it asked for. What the workers hold is known from
+    their reports, which come with every step that changed something. While the engine rests, a prefetch changes it
+    unseen: after a rest `is_current` is False until the workers, asked with the next step (`asks`), have told again.
+    """
+
+    def __init__(self, machine: MachineProfile | None, disk: DiskStore) -> None:
+        self.machine = machine
+        self._disk = disk
+        self._held: set[str] = set()  # keys in the workers' memory
+        self._live: set[str] = set()  # requests in the engine
+        self._has_refused = False
+        self.is_current = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether the workers are to tell what they hold even if nothing has changed."""
+        return self.machine is not None and not self.is_current
+
+    def request_came(self, request_id: str) -> None:
+        """A request is in the engine, one of ours or not."""
+        self.is_current = self.is_current and bool(self._live)
+        self._live.add(request_id)
+
+    def request_went(self, request_id: str) -> None:
+        """It is no more."""
+        self._live.discard(request_id)
+
+    def note(self, change: MemoryChange) -> None:
+        """Take a worker's report."""
+        self._held.difference_update(change.gone)
+        self._held.update(change.come)
+        self.is_current = True
+
+    def holds(self, key: str) -> bool:
+        """Whether the chunk is in the workers' memory."""
+        return key in self._held
+
+    def decide(
+        self, r_star: float, num_tokens: int, num_prefix: int, stored: Sequence[StoredSpan], asks_first: bool = False
+    ) -> Decision:
+        """The ratio that hides behind loading `stored`, or why full prefill of the prompt is the faster way.
+
+        r_star: the least ratio that answers well. num_prefix: the prompt's first tokens, whose KV the workers keep.
+        """
+        assert self.machine is not None
+        # What the remote tier had is on the disk by now, as for the transformers engine.
+        found = [self._disk.get(span.key) for span in stored if span.key not in self._held]
+        to_load = sum(kv.nbytes for kv in found if kv is not None)
+        num_stored = num_prefix + sum(span.end - span.start for span in stored)
+        decision = decide(self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, asks_first)
+        if decision.refused and not self._has_refused:
+            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", decision.refused)
+            self._has_refused = True
+        return decision
+
+
+class ReadAhead:
+    """Chunks of requests that wait for their turn in vLLM's queue, to be read into the workers' memory meanwhile.
+
+    Only while no other request is being fused: that one's own loading would have to share the disk. The oldest first,
+    and never more for requests that still wait than the memory tier holds.
+    """
+
+    def __init__(self, disk: DiskStore, memory_bytes: int) -> None:
+        self._disk = disk
+        self._limit = memory_bytes // 2
+        self._waiting: dict[str, tuple[str, ...]] = {}  # keys by request, oldest first
+        self._passed: str | None = None  # the oldest one, once a step has left it waiting
+        self._running: set[str] = set()
+        self._read: dict[str, int] = {}  # bytes by request
+
+    def waits(self, request_id: str, keys: Sequence[str]) -> None:
+        """A request needs the chunks `keys` once its turn comes."""
+        if self._limit:
+            self._waiting[request_id] = tuple(keys)
+
+    def starts(self, request_id: str) -> None:
+        """Its turn has come: the workers read what it needs."""
+        self.ends(request_id)
+        self._running.add(request_id)
+
+    def ends(self, request_id: str) -> None:
+        """Its context is filled, or it needs nothing any more."""
+        self._waiting.pop(request_id, None)
+        self._read.pop(request_id, None)
+        self._running.discard(request_id)
+
+    def take(self, loading: Loading) -> list[str]:
+        """After each step's scheduling: what to read now, of the request that has waited for two of them."""
+        if loading.asks:  # it may wait for the answer alone
+            return []
+        oldest = next(iter(self._waiting), None)
+        is_due, self._passed = oldest == self._passed, oldest
+        if oldest is None or not is_due or self._running or sum(self._read.values()) >= self._limit:
+            return []
+        keys = [key for key in self._waiting.pop(oldest) if not loading.holds(key)]
+        found = {key: kv.nbytes for key in keys if (kv := self._disk.get(key)) is not None}
+        if sum(found.values()) > self._limit:
+            return []
+        self._read[oldest] = sum(found.values())
+        return list(found)
+
+
+def machine_facts_of(vllm_config: Any) -> dict[str, Any]:
+    """What decides how fast this vLLM computes here: the same in all of its processes."""
+    from vllm.platforms import current_platform
+
+    # Not asked of torch: that would open a CUDA context in the scheduler's process.
+    gpu = str(current_platform.get_device_name()) if current_platform.is_cuda_alike() else None
+    return serving_facts(gpu, int(vllm_config.parallel_config.world_size))

@@ -1,0 +1,117 @@
+"""The exactness gates inside vLLM, run over its own model and paged cache before it serves the first request.
+
+As `self_check`, with vLLM's plain prefill for a reference. Read `self_check` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.fuse import FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusion.rules import RULES, Check
+from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
+from ragblend.engine.store.kv import KVHeader, dtype_name
+from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
+from ragblend.errors import UnsupportedModelError
+
+
+@torch.inference_mode()
+def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
+    """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Before any request: uses blocks 1...
+
+    A chunk right behind its prefix changes nothing; recomputing everything over stale KV gives full prefill;
+    recomputing scattered tokens over exact KV changes nothing. Judged by what the tokens after them come out as. And
+    those tokens come out the same when they are asked ahead, without blocks.
+    """
+    total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
+    needed = -(-total // layers.block_size)
+    if num_blocks <= needed:  # block 0 is vLLM's null block
+        raise UnsupportedModelError(f"{name} got {num_blocks} blocks of KV cache; its self-check needs {needed + 1}")
+    for gate, error in _gates(layers, vocabulary, list(range(1, needed + 1)), total).items():
+        if not error <= TOLERANCE[layers.dtype]:  # NaN fails too
+            raise UnsupportedModelError(
+                f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
+                f"{TOLERANCE[layers.dtype]:g}. Serve it without the ragblend connector"
+            )
+
+
+def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -> dict[str, float]:
+    """Relative error of each gate."""
+    ids = torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(layers.device)
+    everything, context = torch.arange(total, device=layers.device), total - QUESTION_TOKENS
+    question = everything[context:]
+    dtype = dtype_name(layers.dtype)
+
+    def header(start: int, end: int) -> KVHeader:
+        return KVHeader("check", "check", (), tuple(ids[start:end].tolist()), layers.num_layers, dtype)
+
+    def paged(length: int = 0) -> PagedKV:
+        made = PagedKV(layers, blocks, total)
+        made.length = length
+        return made
+
+    def outcome(rows: Tensor) -> Tensor:
+        hidden, behind = layers.embed(ids[rows]), paged()
+        for layer in range(layers.num_layers):
+            hidden = layers.run_layer(layer, hidden, rows, behind)
+        return layers.norm(hidden)[-QUESTION_TOKENS:]
+
+    def blended(plan: FusePlan) -> Tensor:
+        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
+        with PagedSource((prefix, *plan.placements), layers, target) as source:
+            fuse(layers, plan, target, source)
+        return outcome(question)
+
+    def asked(placement: Placement) -> Tensor:
+        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
+        hidden = layers.embed(ids[question])
+        with PagedSource((prefix, placement), layers, target) as source:
+            for layer in range(layers.num_layers):
+                source.wait(layer)
+                hidden = layers.run_layer_ahead(layer, hidden, question, target, None)
+        return layers.norm(hidden)
+
+    full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().pieces(everything)])
+    expected = full[-QUESTION_TOKENS:]
+    prefix = Placement(prefill_chunk(layers, paged(), header(0, PREFIX_TOKENS)), 0, exact=True)  # stays in place
+    places = range(PREFIX_TOKENS, context, CHUNK_TOKENS)
+    chunks = [
+        Placement(prefill_chunk(layers, paged(PREFIX_TOKENS), header(at, at + CHUNK_TOKENS)), at, False)
+        for at in places
+    ]
+    sums = layers.sum_over_ranks
+    first = chunks[0]._replace(exact=True)
+
+    def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
+        rule = RULES[name]
+        read = rule.probe_layers((check,), layers.num_layers)
+        return FusePlan(
+            ids,
+            tuple(placements),
+            rule,
+            (check,),
+            PREFIX_TOKENS,
+            num_fused=context,
+            sum_over_ranks=sums,
+            probe_layers=read,
+        )
+
+    gates = {
+        "a chunk behind its prefix": blended(plan([first], "cacheblend", Check(1, 0.0))),
+        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", Check(1, 1.0))),
+    }
+    exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
+    whole = Placement(exact, PREFIX_TOKENS, False)
+    gates["scattered tokens over exact KV"] = blended(plan([whole], "random", Check(0, 0.5)))
+    gates["probing over exact KV"] = blended(plan([whole], "repair", Check(1, 0.3)))
+    gates["asking every layer over exact KV"] = blended(plan([whole], "ask", Check(0, 0.3)))
+    gates["the question asked ahead"] = asked(whole)
+    return {gate: _error(found, expected) for gate, found in gates.items()}
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference as a share of the largest expected value."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

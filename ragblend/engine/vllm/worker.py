@@ -1,0 +1,411 @@
+"""The worker's half of the connector: fuses prompts into vLLM's paged cache, a slice at a time between engine steps.
+
+Each job is a generator that stops at every layer, so that a blend never holds up the decodes of other requests for
+longer than one slice. The slice is counted in token-layers, not in seconds, because tensor-parallel ranks must all
+stop at the same layer. Jobs are done in the order they came; small ones that stand behind each other share a pass:
+each brings its rows to a layer, which runs once for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.fidelity import note_fidelity
+from ragblend.engine.fusion.fuse import Fused, FusePlan, Placement, Run, Steps, fuse_steps, prefill_chunk_steps
+from ragblend.engine.fusion.loader import Timeline
+from ragblend.engine.fusion.rules import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
+from ragblend.engine.report import PrefixMatch
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
+from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
+from ragblend.engine.vllm.params import BlendParams, VllmReport
+from ragblend.errors import DamagedEntryError, UsageError
+
+log = logging.getLogger(__name__)
+
+_PREFIXES_KEPT = 8  # as in transformers_engine
+_NO_RECOMPUTE = (Check(0, 0.0),)
+
+# Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
+# the products are large already, sharing would only make the first request wait for the last. Not measured on a GPU.
+_PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
+
+
+class StoredSpan(NamedTuple):
+    """A chunk of the prompt that the scheduler found stored. `exact`: it stands where it was computed."""
+
+    start: int
+    end: int
+    key: str
+    match: PrefixMatch
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request's work: fill positions [0, end) of its blocks; for "ingest", store the span as well."""
+
+    request_id: str
+    params: BlendParams
+    ratio: float
+    token_ids: tuple[int, ...]  # the whole prompt
+    end: int  # of the context; the tokens from here on are vLLM's to compute
+    stored: tuple[StoredSpan, ...]
+    block_ids: tuple[int, ...]
+    fingerprint: str
+    fitted: tuple[str, int] | None = None  # what a calibration takes for the rule asked for, and the layer it reads
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids before the first chunk."""
+        return self.token_ids[: self.params.spans[0][0]]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that will run through most of the layers, about."""
+        num_stored = sum(span.end - span.start for span in self.stored)
+        ratio = self.ratio if self.params.mode == "blend" else 0.0
+        return self.end - self.params.spans[0][0] - num_stored + math.ceil(ratio * num_stored)
+
+
+class Finished(NamedTuple):
+    """A job that is over. `failed`: its blocks hold nothing of use."""
+
+    job: Job
+    report: VllmReport
+    failed: bool
+
+
+class _Outcome(NamedTuple):
+    report: VllmReport
+    storing: Future[None] | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    steps: Steps[_Outcome]
+    asked: Run | None = None  # the layer it waits for
+    busy_s: float = 0.0
+
+
+class BlendWorker:
+    """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
+
+    `write` stores new chunks, by default in `store`; a thread of its own calls it.
+    slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
+    of that many tokens; it can exceed that by one layer of one pass.
+    """
+
+    def __init__(
+        self,
+        layers: VllmLayers,
+        store: KVStore,
+        slice_tokens: int,
+        write: Callable[[ChunkKV], None] | None = None,
+    ) -> None:
+        self.layers, self._store, self._write = layers, store, write or store.put
+        self._slice = slice_tokens * layers.num_layers
+        self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
+        self._jobs: list[_Running] = []  # in the order they came
+        self._pass: list[_Running] = []  # those of them that are under way together
+        self._storing: list[tuple[Job, VllmReport, Future[None]]] = []
+        self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
+        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
+
+    def read_from(self, store: KVStore) -> None:
+        """Take stored KV from another store from the next job on."""
+        self._store = store
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        steps = self._ingest(job) if job.params.mode == "ingest" and not job.stored else self._blend(job)
+        self._jobs.append(_Running(job, steps))
+
+    def cancel(self, request_id: str) -> list[Finished]:
+        """Drop a request's job, if it has one here. Its blocks are not written to any more."""
+        for running in self._jobs:
+            if running.job.request_id == request_id:
+                self._drop(running)
+                return [Finished(running.job, VllmReport(running.job.params.mode), failed=False)]
+        return []
+
+    @torch.inference_mode()
+    def run_slice(self) -> list[Finished]:
+        """Work until the slice is used up or nothing is left; the jobs that ended."""
+        finished, budget = self._stored(), self._slice
+        while self._jobs and budget > 0:
+            self._pass = self._pass or self._next_pass()
+            alone = next((running for running in self._pass if running.asked is None), None)
+            budget -= self._advance(alone, None, finished) if alone is not None else self._run_layer(finished)
+        return finished
+
+    def _next_pass(self) -> list[_Running]:
+        """The oldest job, with those behind it that still fit."""
+        num_rows = list(itertools.accumulate(running.job.num_rows for running in self._jobs))
+        return self._jobs[: max(1, bisect_right(num_rows, self._pass_rows))]
+
+    def _run_layer(self, finished: list[Finished]) -> int:
+        """The lowest layer that jobs of the pass wait for, for all that wait for it. Token-layers run."""
+        waiting = [(running, running.asked) for running in self._pass if running.asked is not None]
+        lowest = min(run.layer for _, run in waiting)
+        together = [(running, run) for running, run in waiting if run.layer == lowest]
+        start_s, num_rows = perf_counter(), sum(len(run.rows) for _, run in together)
+        try:
+            outputs = self.layers.run_together([run for _, run in together])
+        except Exception as error:
+            finished += [self._failed(running, error) for running, _ in together]
+            return num_rows
+        row_s = (perf_counter() - start_s) / num_rows
+        for (running, run), output in zip(together, outputs, strict=True):
+            running.busy_s += row_s * len(run.rows)
+            num_rows += self._advance(running, output, finished)
+        return num_rows
+
+    def _advance(self, running: _Running, output: Tensor | None, finished: list[Finished]) -> int:
+        """Let a job go on with the layer's `output` that it asked for. Token-layers it ran itself."""
+        start_s = perf_counter()
+        try:
+            step = running.steps.send(output)
+        except StopIteration as end:
+            outcome: _Outcome = end.value
+            outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
+            self._drop(running)
+            if outcome.storing is not None:
+                self._storing.append((running.job, outcome.report, outcome.storing))
+            else:
+                finished.append(Finished(running.job, outcome.report, failed=False))
+            return 0
+        except Exception as error:
+            finished.append(self._failed(running, error))
+            return 0
+        running.busy_s += perf_counter() - start_s
+        running.asked = step if isinstance(step, Run) else None
+        return 0 if isinstance(step, Run) else step
+
+    def _failed(self, running: _Running, error: Exception) -> Finished:
+        """One request's trouble must not end the server."""
+        log.error("blending request %s failed", running.job.request_id, exc_info=error)
+        self._drop(running)
+        reason = f"blending failed ({type(error).__name__}: {error})"
+        return Finished(running.job, VllmReport(running.job.params.mode, refused_reason=reason), failed=True)
+
+    def _drop(self, running: _Running) -> None:
+        running.steps.close()
+        running.asked = None
+        self._jobs = [other for other in self._jobs if other is not running]
+        self._pass = [other for other in self._pass if other is not running]
+
+    def close(self) -> None:
+        """Drop all jobs, finish what is being stored, and end the threads."""
+        for running in self._jobs:
+            self._drop(running)
+        self._writer.shutdown(wait=True)
+
+    # -- the two kinds of jobs
+
+    def _blend(self, job: Job) -> Steps[_Outcome]:
+        """Lookup, then fuse while the loader reads a layer ahead. A damaged entry starts it again, as a miss."""
+        reuse = job.params.mode != "blend"
+        prefix = yield from self._prefix(job)
+        damaged: set[str] = set()
+        while True:
+            plan = self._plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
+            paged = self._paged(job, plan)
+            try:
+                ends_s: list[float] = []
+                with PagedSource((*prefix, *plan.placements), self.layers, paged) as source:
+                    num_charged = source.num_computed * self.layers.kv_share
+                    if source.num_computed:
+                        source.wait(0)  # here, because it counts like any other work between two engine steps
+                        yield math.ceil(num_charged)
+                    result = yield from fuse_steps(self.layers, plan, paged, source, ends_s)
+                break
+            except DamagedEntryError as error:
+                log.warning("%s; blending request %s without it", error, job.request_id)
+                damaged.add(error.key)
+        result.charge_once(num_charged, plan)
+        if self.timelines is not None:
+            self.timelines.append(source.timeline(ends_s))
+        report = VllmReport(job.params.mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
+        report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
+        report.select_s = result.select_s
+        report.num_damaged_entries = len(damaged)
+        _count(report, job, plan, result)
+        return _Outcome(report)
+
+    def _ingest(self, job: Job) -> Steps[_Outcome]:
+        """Compute the span behind the ids before it, as ingestion everywhere does, and have it stored."""
+        layers, namespace = self.layers, job.params.namespace
+        start, end = job.params.spans[0]
+        paged = PagedKV(layers, job.block_ids, job.end)
+        for placement in (yield from self._prefix(job)):
+            paged.place_all(placement)
+        header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
+        kv = yield from prefill_chunk_steps(layers, paged, header)
+        whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
+        report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
+        return _Outcome(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
+
+    def _stored(self) -> list[Finished]:
+        """Ingested chunks that are on the disk by now, or could not be stored."""
+        finished, waiting = [], []
+        for job, report, future in self._storing:
+            if not future.done():
+                waiting.append((job, report, future))
+                continue
+            error = future.exception()
+            if error is not None:
+                log.warning("request %s was not stored: %s", job.request_id, error)
+                report.refused_reason = f"not stored: {error}"
+            finished.append(Finished(job, report, failed=False))
+        self._storing = waiting
+        return finished
+
+    # -- their parts
+
+    def _plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
+        """What to fuse by which rule, as transformers_engine does."""
+        params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
+        choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
+        if params.mode == "blend":
+            num_stored = sum(placement.kv.header.num_tokens for placement in placements)
+            choice = settle(
+                params.rule,
+                job.ratio,
+                layers.num_layers,
+                num_fresh=num_tokens - num_resident - num_stored,
+                num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
+                num_chunk_tokens=num_stored,
+                fitted=job.fitted,
+            )
+        separators = torch.zeros(num_tokens, dtype=torch.bool)
+        separators[list(params.separators)] = True
+        question_start = params.spans[-1][1]
+        return FusePlan(
+            torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
+            placements,
+            choice.rule,
+            choice.checks,
+            num_resident,
+            seed=params.seed,
+            num_fused=job.end,
+            sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
+            probe_layers=choice.probe_layers,
+            question_start=question_start if question_start < num_tokens else None,
+            separators=separators.to(layers.device),
+        )
+
+    def _paged(self, job: Job, plan: FusePlan) -> PagedKV:
+        """The request's blocks, and what the plan reads of some layers at hand."""
+        kept = {check.layer for check in plan.checks}
+        if not plan.probe_layers:
+            return PagedKV(self.layers, job.block_ids, job.end, kept)
+        kept.update(range(plan.probe_layers[-1] + 1))
+        return PagedKV(self.layers, job.block_ids, job.end, kept, len(job.token_ids) - job.end)
+
+    def _prefix(self, job: Job) -> Steps[tuple[Placement, ...]]:
+        """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
+        prefix_ids = job.prefix_ids
+        if not prefix_ids:
+            return ()
+        known = self._prefixes.get(prefix_ids)
+        if known is None:
+            paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
+            known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
+            self._prefixes[prefix_ids] = known
+            if len(self._prefixes) > _PREFIXES_KEPT:
+                self._prefixes.popitem(last=False)
+        self._prefixes.move_to_end(prefix_ids)
+        return (Placement(known, 0, exact=True),)
+
+    def _lookup(self, job: Job, damaged: set[str]) -> tuple[Placement, ...]:
+        """The stored chunks that are still there, with this rank's heads."""
+        found: list[ChunkKV | None] = []
+        for span in job.stored:
+            ids = job.token_ids[span.start : span.end]
+            kv = self._store.get(span.key, ids) if span.key not in damaged else None
+            if kv is not None and not self._is_ours(kv.header, job):
+                kv = None
+            found.append(self._read(kv) if kv is not None and self.layers.num_ranks > 1 else kv)
+        if found and self.layers.num_ranks > 1:
+            # Ranks read for themselves. What one of them cannot read is a miss for all, or they would part ways.
+            have = torch.tensor([float(kv is not None) for kv in found], device=self.layers.device)
+            agreed = (self.layers.sum_over_ranks(have) > self.layers.num_ranks - 0.5).tolist()
+            found = [kv if ok else None for kv, ok in zip(found, agreed, strict=True)]
+        return tuple(
+            Placement(self.layers.own_heads(kv), span.start, span.exact)
+            for span, kv in zip(job.stored, found, strict=True)
+            if kv is not None
+        )
+
+    def _is_ours(self, header: KVHeader, job: Job) -> bool:
+        """Whether stored KV has this model's shape; the key says so too, but a wrong tensor must never get further."""
+        return (
+            header.fingerprint == job.fingerprint
+            and header.num_layers == self.layers.num_layers
+            and header.dtype == dtype_name(self.layers.dtype)
+        )
+
+    @staticmethod
+    def _read(kv: ChunkKV) -> MemoryKV | None:
+        try:
+            return in_memory(kv)
+        except DamagedEntryError as error:
+            log.warning("%s; blending without it", error)
+            return None
+
+    def _header(self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
+        from ragblend.engine.store.keys import chunk_key
+
+        key = chunk_key(job.fingerprint, prefix_ids, ids, namespace)
+        dtype = dtype_name(self.layers.dtype)
+        return KVHeader(
+            key, job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype, namespace=namespace
+        )
+
+
+def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
+    """What was reused and recomputed, counted as transformers_engine does."""
+    hits = {placement.start for placement in plan.placements}
+    matches: dict[int, str] = {span.start: span.match for span in job.stored if span.start in hits}
+    spans = job.params.spans
+    report.num_chunks, report.num_chunk_hits = len(spans), len(hits)
+    report.prefix_match = [matches.get(start) for start, _ in spans]
+    kv_dtypes = {placement.start: placement.kv.header.stored_dtype for placement in plan.placements}
+    report.kv_dtype = [kv_dtypes.get(start) for start, _ in spans]
+    num_computed = sum(end - start for start, end in spans if start not in hits)
+    total = plan.num_chunk_tokens + num_computed
+    rows = [count + num_computed for count in result.rows_per_layer]
+    report.charged_budget = charged_budget(rows, total)
+    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
+    report.num_prefix_tokens = plan.num_resident
+    report.num_recomputed_tokens = len(result.recomputed)
+    note_fidelity(report, plan, result)
+    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(result.recomputed)
+
+
+def worker_of_this_process() -> BlendWorker:
+    """The worker of a vLLM that runs in this process, for benchmarks that exchange its store. Raises UsageError."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        raise UsageError(
+            "vLLM's worker runs in another process, where its store cannot be exchanged; leave out "
+            "VLLM_ENABLE_V1_MULTIPROCESSING and --vllm-options that ask for several processes"
+        )
+    worker: BlendWorker = get_kv_transfer_group()._worker
+    return worker

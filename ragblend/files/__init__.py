@@ -1,0 +1,1 @@
+"""Files that appear in one step, are read only when regular, and tell when they are damaged."""

@@ -1,0 +1,124 @@
+"""A SQLite file of ours: how it is opened, what its errors mean, and that what was deleted leaves it.
+
+The chunk catalogue and the registry of texts keep tables in one each. Rows carry checksums, because
+SQLite's pages do not. Knows no tables.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
+from ragblend.files.directory import full_problem, refusal
+from ragblend.files.reading import check_file
+
+LOCK_TIMEOUT_S = 30.0
+
+_REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+_LARGEST_LOG_BYTES = 1 << 26  # what a transaction of ours may need at once, where a file-size limit is the question
+
+
+def connect(path: Path, way_out: str, *, create: bool = False) -> sqlite3.Connection:
+    """A connection in autocommit mode, so that every BEGIN is written where it matters; `row_checksum` is in its SQL.
+
+    In a folder that cannot be written (a package, a mounted image) nobody else writes either: it is read as it is.
+    Raises CorruptError, which ends with `way_out`, for what is no file: SQLite would wait at a named pipe.
+    """
+    try:
+        check_file(path)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ELOOP):  # of the others SQLite says what they keep it from
+            raise CorruptError(f"{path} cannot be opened: {error.strerror}. {way_out}") from error
+    frozen = not os.access(path.parent, os.W_OK) and path.exists() and not path.with_name(path.name + "-wal").exists()
+    mode = "mode=ro&immutable=1" if frozen else "mode=rwc" if create else "mode=rw"
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?{mode}",
+        uri=True,
+        timeout=LOCK_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        connection.create_function("row_checksum", -1, row_checksum, deterministic=True)
+        if not frozen:
+            connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA secure_delete = ON")  # what was removed is not to be read in the file either
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def row_checksum(*columns: object) -> int:
+    """Of the values of a row.
+
+    >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum(b"a", None) == row_checksum(b"a", None)
+    (False, True)
+    """
+    digest = 0
+    for column in columns:
+        data = column if isinstance(column, bytes) else str(column).encode()
+        digest = zlib.crc32(data, zlib.crc32(f"{type(column).__name__}{len(data)}:".encode(), digest))
+    return digest
+
+
+def truncate_log(connection: sqlite3.Connection) -> None:
+    """Move what was committed into the file and empty the log, in which deleted text stands until then.
+
+    While others read, it stays; they, or the next one to call this, empty it.
+    """
+    with suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA busy_timeout = 1000")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    connection.execute(f"PRAGMA busy_timeout = {int(LOCK_TIMEOUT_S * 1000)}")
+
+
+@contextmanager
+def translated(path: Path, way_out: str) -> Iterator[None]:
+    """Raise SQLite's errors over the file `path` as ours. `way_out`: what to do when its bytes are damaged."""
+    try:
+        yield
+    except (RagblendError, sqlite3.ProgrammingError):  # the latter: used after close, a bug in the caller
+        raise
+    except sqlite3.IntegrityError as error:
+        what = f"{path.parent}: two rows share one id ({error}); nothing was written, report it"
+        raise RagblendError(what) from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
+        raise _translation(error, path, way_out) from error
+    except OSError as error:
+        raise refusal(error, path) from error
+
+
+def _translation(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, way_out: str) -> RagblendError:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return RagblendError(f"another process is writing {path.parent}; wait for it to end and try again")
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_REFUSED):
+        # SQLite says "disk I/O error" of a quota, of a file-size limit, and where its small index of the log finds no
+        # room; "unable to open" where a file has none to begin with.
+        nbytes = 0 if code in _REFUSED else max(map(_size, (path, path.with_name(path.name + "-wal"))))
+        spare = _LARGEST_LOG_BYTES if code == sqlite3.SQLITE_IOERR else 0
+        problem = full_problem(path.parent, nbytes + spare)
+        if problem or code == sqlite3.SQLITE_FULL:
+            reason = problem or "no space is left on the disk"
+            return StoreFullError(f"no room for {path.parent}: {reason}. Make room and run the command again")
+        if code in _REFUSED:
+            return StoreNotWritableError(f"cannot open or write {path.parent} ({error}); check its permissions")
+        return RagblendError(
+            f"{path} cannot be read or written ({error}): the disk, or what it is connected by, fails, and nothing "
+            "says that the file is damaged. Look at the system's log (dmesg), and try again"
+        )
+    return CorruptError(f"{path} is damaged ({error}). {way_out}")
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,110 @@
+"""A conversation over retrieved chunks: earlier turns stay as exact prefix, newly retrieved chunks are blended.
+
+`condense` has the model say what a follow-up asks, for whoever searches with it. Knows engines and prompts. Knows
+nothing about retrieval or the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ragblend.engine.api import Engine, Stream
+from ragblend.engine.generation import Conversation
+from ragblend.errors import PromptTooLongError
+from ragblend.prompt.prompt import Message, Part, SegmentedPrompt
+
+log = logging.getLogger(__name__)
+
+REPHRASE = (
+    "Given a chat history and the latest user question which might refer to it, write a standalone question that can "
+    "be understood without the history. Do not answer it; return it as it is if nothing is missing."
+)
+"""What a model is told that turns a follow-up into a question to search for; LangChain chains are told the same."""
+_REPHRASE_TURNS = 6  # questions and answers before the follow-up that the model is shown
+_REPHRASE_TOKENS = 96  # longest question
+
+
+class ChatSession:
+    """Turns so far and their KV. `stream` asks the next question; the answer joins the conversation when it ends.
+
+    An engine without `keeps_conversations` (vLLM) gets the whole conversation each time and fuses its chunks again.
+    """
+
+    def __init__(self, engine: Engine, system: str | None = None) -> None:
+        self._engine = engine
+        self._messages: list[Message] = [Message("system", (system,))] if system else []
+        self._conversation = Conversation()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """System text and turns, oldest first."""
+        return tuple(self._messages)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the next question may be a follow-up."""
+        return any(message.role == "assistant" for message in self._messages)
+
+    def condense(self, question: str) -> str:
+        """What to search for: `question` in words that stand alone, by the model, from the turns before it.
+
+        It is shown questions and answers, not chunks, and nothing of it is stored or joins the conversation. The
+        question itself comes back before the first answer, and where the model writes nothing or does not come to an
+        end: one too small to rephrase does that, or writes something else, so that it should not be asked to.
+        """
+        turns = [
+            Message(message.role, tuple(part for part in message.parts if isinstance(part, str)))
+            for message in self._messages
+            if message.role != "system"
+        ][-_REPHRASE_TURNS:]
+        if not turns:
+            return question
+        prompt = SegmentedPrompt.from_messages([("system", REPHRASE), *turns, ("user", question)])
+        try:
+            answer = self._engine.generate(prompt, mode="prefix", max_tokens=_REPHRASE_TOKENS)
+        except PromptTooLongError:
+            log.warning("the last turns are too long to be rephrased; the question is searched for as it is")
+            return question
+        found = " ".join(answer.text.split()).strip("\"'` ")
+        return found if found and answer.finish_reason == "stop" else question
+
+    def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> ChatTurn:
+        """Ask `question` over `chunks`, those of earlier turns left out; `generation` goes to `engine.stream`."""
+        seen = {chunk.text for message in self._messages for chunk in message.parts if not isinstance(chunk, str)}
+        turn = SegmentedPrompt(chunks, question).messages[-1]
+        new = tuple(part for part in turn.parts if isinstance(part, str) or part.text not in seen)
+        asked = Message("user", new)
+        prompt = SegmentedPrompt.from_messages([*self._messages, asked])
+        if getattr(self._engine, "keeps_conversations", False):
+            generation = {**generation, "conversation": self._conversation}
+        try:
+            stream = self._engine.stream(prompt, **generation)
+        except PromptTooLongError:
+            if not self.has_answers:
+                raise
+            log.warning("the conversation no longer fits the model's context; earlier turns are forgotten")
+            self._messages = [message for message in self._messages if message.role == "system"]
+            self._conversation = Conversation()
+            generation.pop("conversation", None)
+            return self.stream(chunks, question, **generation)
+        return ChatTurn(self, asked, stream)
+
+    def add(self, asked: Message, answer: str) -> None:
+        """Append a finished turn."""
+        self._messages += [asked, Message("assistant", (answer,))]
+
+
+class ChatTurn:
+    """One answer in the making, as the engine's stream; joins its session when it has ended."""
+
+    def __init__(self, session: ChatSession, asked: Message, stream: Stream) -> None:
+        self._session = session
+        self._asked = asked
+        self._stream = stream
+        self.result = stream.result
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._stream
+        self._session.add(self._asked, self.result.text)

@@ -1,0 +1,520 @@
+"""What the LangChain and the LlamaIndex models share: settings, one engine, chunk boundaries, strictness, async.
+
+`BlendModel` is the pydantic half of both; the frameworks' classes add their own messages and results. Read
+`BlendModel._prepare` first: turns of a conversation in, a SegmentedPrompt with known chunk boundaries out.
+
+Knows engines, the registry and pydantic. Knows no framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from weakref import WeakSet, WeakValueDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
+
+from ragblend.corpus.texts import ChunkRegistry, registry_of
+from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
+from ragblend.engine.store.open import StoreOptions
+from ragblend.errors import RagblendError, UsageError
+from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.redaction import redacted, without_secrets
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine, Stream
+    from ragblend.engine.notices import Notices
+
+T = TypeVar("T")
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class UnrecognisedChunkError(RagblendError):
+    """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message. `role` is system, user, assistant or tool; `chunks` are known to stand in its text."""
+
+    role: str
+    content: str | Sequence[Block]
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Everything one call may set; the model's own fields are the defaults."""
+
+    mode: Mode = "blend"
+    rule: str = "auto"
+    recompute_ratio: RatioChoice = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    timeout: float | None = None
+    separator: str | None = None
+    strict: bool = False
+    segments: Sequence[Any] = ()
+
+
+_OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
+# Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
+_NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
+# What `load_engine` takes and no field is for.
+_ENGINE_OPTIONS = frozenset({*StoreOptions.__annotations__, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
+_ENGINE_FIELDS = frozenset(  # what opens an engine
+    {"model", "store", "remote", "backend", "dtype", "device", "system", "namespace", "on_miss", "max_retries"}
+    | {"vllm_options", "engine_options"}
+)
+_MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options")
+_TOOL_ARGUMENTS = ("tools", "tool_choice", "functions", "function_call", "response_format")
+
+
+class Request(NamedTuple):
+    """A prompt with its boundaries, and how to answer it."""
+
+    prompt: SegmentedPrompt
+    options: CallOptions
+
+
+class BlendModel(BaseModel):
+    """Fields and behaviour common to every framework's model over one engine.
+
+    Give `engine=`, or what `load_engine` takes: `model`, `store` and so on; models of the same process that name the
+    same ones share one engine. A copy, deep or not, shares the engine. Pickled, a model is its settings: it opens its
+    engine again where it is loaded, with the API key from the environment (`RAGBLEND_API_KEY`), because keys are not
+    kept. One that was given an engine, a registry or a store that is an object cannot be pickled, and says so.
+    `strict=True` raises UnrecognisedChunkError when a prompt holds no known chunk, when a
+    chunk given explicitly (or a configured separator) is not in it, or when a chunk's KV is not in the store. A call
+    may override every field from `mode` to `strict`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
+
+    model: str = "demo"
+    store: Any = None
+    remote: str | None = None  # shared tier under `store`: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL
+    backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
+    dtype: str = "auto"
+    device: str = "auto"
+    system: str | None = None  # chunks are precomputed behind it, and it opens every prompt without a system message
+    namespace: str = ""
+    on_miss: str = "store"
+    mode: Mode = "blend"
+    rule: str = "auto"
+    recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    temperature: float | None = 0.0
+    top_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    timeout: float | None = None  # seconds for a whole answer
+    max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
+    api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
+    vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
+    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, eviction, shadow, ...
+    separator: str | None = None
+    strict: bool = False
+    max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
+    engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
+    registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
+    opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Check the settings, then load or share the engine."""
+        super().model_post_init(context)
+        key, self.api_key = self.api_key, None
+        _check(self)
+        unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
+        if unknown:
+            known = ", ".join(sorted(_ENGINE_OPTIONS))
+            raise UsageError(f"engine_options has {', '.join(unknown)}; choose from {known}. All else is a field")
+        if self.opened_with is not None:
+            # Made from every field of another model, as LangChain's configurable fields and `as_chat` do: its settings
+            # are what counts, and one of them may have been changed.
+            if self.opened_with != self._engine_settings():
+                self.engine = None
+                self.registry = None if self.registry in _OWN_REGISTRIES else self.registry
+        elif self.engine is not None:
+            if self.engine_options:
+                raise UsageError("engine_options make an engine, and the one given is made: hand them to load_engine")
+            self.model = self.engine.name
+            if self.system is None:
+                self.system = getattr(self.engine, "system", None)
+        self._open_engine(key)
+
+    @field_serializer(*_MAY_HOLD_SECRETS)
+    def _without_secrets(self, value: Any) -> Any:
+        """What `model_dump` shows: logs and traces keep it."""
+        return _shown(value)
+
+    def __repr_args__(self) -> Any:
+        return (
+            (name, _shown(value) if name in _MAY_HOLD_SECRETS else value) for name, value in super().__repr_args__()
+        )
+
+    def _engine_settings(self) -> dict[str, Any]:
+        """What `share_engine` takes; no secrets."""
+        own = {name: getattr(self, name) for name in _ENGINE_FIELDS - {"vllm_options", "max_retries", "engine_options"}}
+        return own | {"store": _resolved(self.store)} | _backend_options(self) | (self.engine_options or {})
+
+    def _open_engine(self, api_key: Any = None) -> None:
+        """The engine that the settings name, where there is none yet, and its registry."""
+        if self.engine is None:
+            self.opened_with = self._engine_settings()
+            secret = getattr(api_key, "get_secret_value", lambda: api_key)()
+            options = self.opened_with | ({"api_key": secret or None} if _is_served(self) else {})
+            self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
+        _CLOSE_AT_EXIT.add(self.engine)
+        if self.registry is None:
+            self.registry = registry_of(self.engine.store)
+            _OWN_REGISTRIES.add(self.registry)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy of the settings over the same engine, which is no value."""
+        shared = (self.engine, self.registry, self.store, *self._handlers())
+        return super().__deepcopy__({**(memo or {}), **{id(each): each for each in shared}})
+
+    def _handlers(self) -> Iterator[Any]:
+        """Callbacks: objects that somebody watches, and no values either."""
+        return (self.__dict__.get(name) for name in ("callbacks", "callback_manager"))
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """The settings that open the engine again. Raises TypeError where there are none."""
+        given = "engine" if self.opened_with is None else "registry" if self.registry not in _OWN_REGISTRIES else ""
+        if not given and not isinstance(self.store, str | Path | None):
+            given = "store"
+        if given:
+            name = type(self).__name__
+            raise TypeError(
+                f"this {name} was given its {given} as an object of this process, which cannot be pickled; name what "
+                f"it is made of instead: {name}(model=..., store='DIR'). copy.deepcopy works, and shares it"
+            )
+        bare = copy(self)
+        bare.__dict__["store"] = _resolved(self.store)  # found from another working directory, too
+        for name in ("engine", "registry", "opened_with"):
+            del bare.__dict__[name]
+        return super(BlendModel, bare).__getstate__()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        BaseModel.__setstate__(self, state)
+        self.engine = self.registry = self.opened_with = None
+        self._open_engine()
+
+    # --- prompts ---
+
+    def _prepare(self, content: str | Sequence[Turn], *, raw: bool = False, **call: Any) -> Request:
+        """The prompt of a call, its chunk boundaries recovered. A string is one user turn or, `raw`, all there is."""
+        options = self._options(call)
+        turns = [Turn("user", content)] if isinstance(content, str) else list(content)
+        given = tuple(_chunk(segment) for segment in options.segments)
+        turns = [replace(turn, chunks=(*turn.chunks, *given)) for turn in turns]
+        messages = _conversation((turn.role, self._recover(turn, options)) for turn in turns)
+        if not messages:
+            raise UsageError("the prompt is empty; give a message with text")
+        if raw:
+            prompt = SegmentedPrompt.from_parts(messages[0][1])
+        else:
+            if self.system and messages[0][0] != "system":
+                messages.insert(0, ("system", [self.system]))
+            prompt = SegmentedPrompt.from_messages(messages)
+        if options.strict:
+            self._check_strict(prompt, turns, options)
+        return Request(prompt, options)
+
+    def _recover(self, turn: Turn, options: CallOptions) -> tuple[Part, ...]:
+        return recover(
+            turn.content,
+            segments=turn.chunks,
+            separator=options.separator,
+            registry=self.registry,
+            is_stored=self.engine.is_stored,
+            asks=turn.role == "user",
+            framed=self.engine.segmenter.format.frames_chunks,
+            max_matches=self.max_matches,
+        )
+
+    def _options(self, call: Mapping[str, Any]) -> CallOptions:
+        """The fields, overridden by what the call gives."""
+        tools = [name for name in _TOOL_ARGUMENTS if call.get(name)]
+        if tools:
+            raise NotImplementedError(no_tools_message(self, tools[0]))
+        named = call.get("model")
+        if named not in (None, self.model, self.engine.name):
+            raise UsageError(f"model is {named!r}, this object runs {self.model!r}; make another one for it")
+        unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_TOOL_ARGUMENTS)]
+        if unknown:
+            raise UsageError(f"the call has {unknown[0]}=...; what a call may set is {', '.join(_OPTION_NAMES)}")
+        own = {name: getattr(self, name) for name in _OPTION_NAMES if name != "segments"}
+        options = CallOptions(**own | {name: call[name] for name in _OPTION_NAMES if call.get(name) is not None})
+        _check(options)
+        return options
+
+    def _check_strict(self, prompt: SegmentedPrompt, turns: Iterable[Turn], options: CallOptions) -> None:
+        found = {chunk.text for chunk in prompt.chunks}
+        wanted = {chunk.text.strip() for turn in turns for chunk in turn.chunks} - {""}
+        missing = sorted(wanted - found)
+        if missing:
+            raise UnrecognisedChunkError(
+                f"the chunk {missing[0][:60]!r} was given but its text is not in the prompt word for word; "
+                "put chunks into the prompt unchanged, or call with strict=False"
+            )
+        if options.separator is not None and not any(options.separator in _text(turn.content) for turn in turns):
+            raise UnrecognisedChunkError(
+                f"the separator {options.separator!r} is nowhere in the prompt; put it around each chunk "
+                "(document_prompt), or leave separator=None"
+            )
+        if not found:
+            raise UnrecognisedChunkError(
+                "no ingested chunk was recognised in the prompt; ingest the documents into this store "
+                "(ragblend.precompute.precompute_documents), or call with strict=False"
+            )
+        unstored = next((chunk for chunk in prompt.chunks if not self.engine.is_stored(chunk)), None)
+        if unstored is not None:
+            raise UnrecognisedChunkError(
+                f"the chunk {unstored.text[:60]!r} has no KV in the store; precompute it "
+                "(ragblend.precompute.precompute_documents), or call with strict=False"
+            )
+
+    # --- answers ---
+
+    def _open(self, request: Request) -> Stream:
+        """The answer as a stream, not started yet; arguments and prompt length are checked here."""
+        options = request.options
+        self._note_prompt(request)
+        more = {name: getattr(options, name) for name in ("top_p", "seed") if getattr(options, name) is not None}
+        engine: Engine = self.engine
+        return engine.stream(
+            request.prompt,
+            mode=options.mode,
+            rule=options.rule,
+            recompute_ratio=options.recompute_ratio,
+            max_tokens=DEFAULT_MAX_TOKENS if options.max_tokens is None else options.max_tokens,
+            temperature=options.temperature or 0.0,
+            stop=options.stop or None,
+            **more,
+        )
+
+    def _note_prompt(self, request: Request) -> None:
+        """Tell the engine of a prompt in which no chunk was recognised: it may hold documents all the same."""
+        notices: Notices | None = getattr(self.engine, "notices", None)
+        if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
+            return
+        texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
+        notices.recognised_nothing(max(map(len, texts), default=0), lambda: len(self.registry) > 0)
+
+    def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
+        """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
+        start_s, timeout_s = perf_counter(), request.options.timeout
+        with closing(stream):
+            for piece in stream:
+                yield piece
+                if cancelled is not None and cancelled.is_set():
+                    return
+                if timeout_s is not None and perf_counter() - start_s > timeout_s:
+                    raise TimeoutError(
+                        f"the answer took longer than timeout={timeout_s} s; raise it or lower max_tokens"
+                    )
+
+    def _answer(self, request: Request, cancelled: threading.Event | None = None) -> Generation:
+        """The whole answer; a set `cancelled` ends it early."""
+        stream = self._open(request)
+        for _ in self._pieces(stream, request, cancelled):
+            pass
+        return stream.result
+
+    def _settings(self) -> dict[str, Any]:
+        """What makes two answers differ: the key of an answer cache. Holds no secrets."""
+        names = {"backend", "namespace", "system", *_OPTION_NAMES} - {"segments", "timeout"}
+        own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
+        return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
+
+
+def no_tools_message(model: BlendModel, what: str) -> str:
+    """Why `what` does not work here, and what does."""
+    return (
+        f"{what}: the {model.backend} engine runs {model.model!r} as plain text and cannot call tools or fill schemas. "
+        "Let a model that can make the tool calls, and this one answer from what the tools returned "
+        "(ragblend.chains.blend_tool)"
+    )
+
+
+def _check(settings: Any) -> None:
+    """Raise UsageError for settings that no call could use. Everything else the engine checks itself."""
+    if settings.mode not in MODES:
+        raise UsageError(f"mode is {settings.mode!r}; choose one of {', '.join(MODES)}")
+    ratio = settings.recompute_ratio
+    if ratio not in (None, "auto") and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
+        raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (reuse) to 1 (full prefill), or 'auto'")
+    if settings.separator is not None:
+        check_separator(settings.separator)
+
+
+def _shown(value: Any) -> Any:
+    """A setting without passwords and tokens."""
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return redacted(value) if isinstance(value, str) else value
+
+
+def _is_served(model: BlendModel) -> bool:
+    return model.backend.startswith(("http://", "https://"))
+
+
+def _backend_options(model: BlendModel) -> dict[str, Any]:
+    """What `load_engine` takes beside the ordinary, for this backend; no secrets."""
+    if _is_served(model):
+        return {"max_retries": model.max_retries}
+    return {"vllm_options": model.vllm_options} if model.vllm_options else {}
+
+
+def _chunk(segment: Any) -> Chunk:
+    from ragblend.precompute import as_chunk
+
+    return as_chunk(segment)
+
+
+def _text(content: str | Sequence[Block]) -> str:
+    """All text of a content, chunks included."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        block if isinstance(block, str) else block.text if isinstance(block, Chunk) else str(block.get("text", ""))
+        for block in content
+    )
+
+
+def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[str, list[Part]]]:
+    """Turns a chat template accepts: empty ones dropped, neighbours of one role merged with a blank line between them,
+    and what tools returned put before the question they were called for, where the model expects its documents.
+
+    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))])
+    [('user', ['It was Ann.', '\\n\\n', 'Who?'])]
+    """
+    messages: list[tuple[str, list[tuple[Part, ...]]]] = []
+    num_tools = 0  # of the last user turn, at its front
+    for role, parts in turns:
+        if not parts:
+            continue
+        if role == "tool" and messages and messages[-1][0] == "user":
+            messages[-1][1].insert(num_tools, parts)
+            num_tools += 1
+            continue
+        num_tools = int(role == "tool")
+        role = "user" if role == "tool" else role
+        if messages and messages[-1][0] == role:
+            messages[-1][1].append(parts)
+        else:
+            messages.append((role, [parts]))
+    return [(role, list(chain(said[0], *(("\n\n", *parts) for parts in said[1:])))) for role, said in messages]
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+_ENGINES: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
+_OWN_REGISTRIES: WeakSet[ChunkRegistry] = WeakSet()  # those that a model found by itself
+_ENGINES_LOCK = threading.Lock()
+_CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
+
+
+def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
+    """`load_engine`, but one engine for all who ask for the same model, store and options while it is in use."""
+    from ragblend.engine.load import load_engine
+
+    def load() -> Engine:
+        loaded: Engine = load_engine(model, store, **options)
+        _CLOSE_AT_EXIT.add(loaded)
+        return loaded
+
+    if store is not None and not isinstance(store, str | Path):
+        return load()
+    key = (model, _resolved(store), repr(sorted(options.items())))
+    with _ENGINES_LOCK:
+        engine = _ENGINES.get(key)
+        if engine is None or not getattr(engine, "is_usable", True):
+            engine = _ENGINES[key] = load()
+        return engine
+
+
+def _resolved(store: Any) -> Any:
+    """A directory's absolute path, so that a pickled model finds it from any working directory; else `store`."""
+    return str(Path(store).resolve()) if isinstance(store, str | Path) else store
+
+
+@atexit.register
+def _close_engines() -> None:
+    """Let background precomputation finish before the interpreter goes away under it."""
+    for engine in list(_CLOSE_AT_EXIT):
+        getattr(engine, "close", lambda: None)()
+
+
+def forget_documents(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
+    """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
+    from ragblend.ingestion.forget import forget_chunks
+
+    return forget_chunks(map(_chunk, documents), llm_or_engine, still_used)
+
+
+def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names: Sequence[str] = ()) -> None:
+    """Precompute documents that are chunks already, and make their texts known to the model's own registry.
+
+    `names`: what their documents are known by, see `precompute_documents`.
+    """
+    from ragblend.precompute import precompute_documents
+
+    precompute_documents(documents, llm_or_engine, names=names)
+
+
+# --- async ------------------------------------------------------------------------------------------------------------
+
+
+async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
+    """`function` on a thread of the loop's pool; its event is set when the caller is cancelled."""
+    cancelled = threading.Event()
+    call = partial(contextvars.copy_context().run, function, cancelled)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+
+
+async def iterate_in_thread(generator: Generator[T]) -> AsyncIterator[T]:
+    """The items of `generator`, each made on a thread; it is closed however this ends, after the step under way."""
+    loop, done = asyncio.get_running_loop(), object()
+    step: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            call = partial(contextvars.copy_context().run, next, generator, done)
+            step = loop.run_in_executor(None, call)
+            item = await asyncio.shield(step)  # cancelling the caller must not lose track of the thread
+            if item is done:
+                return
+            yield item
+    finally:
+        if step is not None and not step.done():
+            step.add_done_callback(partial(_close_after, generator))
+        else:
+            generator.close()
+
+
+def _close_after(generator: Generator[Any], step: asyncio.Future[Any]) -> None:
+    if not step.cancelled():
+        step.exception()  # looked at, so that the loop does not warn about it
+    generator.close()

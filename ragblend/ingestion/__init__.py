@@ -1,0 +1,1 @@
+"""Following a folder: what changed, what to forget, what to rewrite."""

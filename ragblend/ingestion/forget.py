@@ -1,0 +1,232 @@
+"""What goes when a text goes: its KV in every tier, KV that was computed behind it, its place in the registry, pins.
+
+The index notes what its documents no longer have (see `database`); `sweep` turns that into a list of entries, notes the
+list in its place, and deletes what is on it. Killed at any moment, the next one goes on. Knows the index, engines and
+stores; nothing of files or frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ragblend.corpus.rows import Doomed, Leftovers, text_hash
+from ragblend.corpus.texts import ChunkRegistry, registry_of
+from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore, StoreEntry
+from ragblend.engine.store.tiered import Pins, TieredStore
+from ragblend.errors import BackendUnreachableError
+from ragblend.index import ChunkIndex
+from ragblend.prompt.prompt import Chunk
+
+Ids = tuple[int, ...]
+Reason = TypeVar("Reason")
+
+HERE = ""  # the place of a `Doomed` entry: the store of this machine, or whatever stands for it
+_BATCH = 64  # entries deleted while nobody may add documents
+
+
+def sweep(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
+    """Delete what documents have left behind that were changed or removed. How many chunks' KV went.
+
+    A text that a framework's document has as well stays, and so does what has come back meanwhile. Where a remote tier
+    cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
+    machine tells what was removed.
+    """
+    disk = disk_store(engine)
+    if disk is not None:
+        disk.clean()
+    left = index.leftovers()
+    if not left.last_id and not index.doomed():
+        return 0, ""
+    with closing(registry_of(engine.store)) as registry:
+        if left.last_id:
+            _doom(left, index, engine, registry)
+        index.truncate_log()
+        registry.truncate_log()
+        return _carry_out(index, engine, registry)
+
+
+def unfinished(index: ChunkIndex) -> set[str]:
+    """Sources of documents that are gone, of which something may be left: a sweep has yet to delete it."""
+    return {*index.leftovers().sources, *(entry.source for entry in index.doomed())}
+
+
+def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
+    """Note which entries are to go, in place of the texts that they are of."""
+    gone = registry.release(left.texts)
+    if isinstance(engine.store, Pins):
+        for source in left.sources:
+            engine.store.unpin(source)
+    places = _places(engine)
+    doomed = []
+    for key, lost in doomed_keys(gone, engine, left.pairs, everywhere=True).items():
+        behind = text_hash(lost.behind) if lost.behind else b""
+        source = left.source_of.get(lost.text, "")
+        doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
+    registry.forget_stored({entry.key for entry in doomed})
+    index.doom(doomed, left)
+
+
+def _carry_out(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    """Delete the entries that are to go, here first: what tells of a text must not wait for another machine."""
+    places, noted = _places(engine), index.doomed()
+    gone: set[str] = set()
+    problem = ""
+    for place, delete in places.items():
+        entries = [entry for entry in noted if entry.place == place]
+        for start in range(0, len(entries), _BATCH):
+            batch, done = entries[start : start + _BATCH], list[Doomed]()
+            with index.holding(), registry.holding() as is_registered:
+                try:
+                    for entry in batch:
+                        is_held = not entry.behind_hash and is_registered(entry.text_hash)
+                        wanted = is_held or not index.is_doomed(entry)
+                        if not wanted and delete(entry.key):
+                            gone.add(entry.key)
+                        done.append(entry)
+                except BackendUnreachableError as error:
+                    problem = str(error)
+                index.pardon(done)
+            if problem:
+                break
+    return len(gone), problem
+
+
+def _places(engine: Engine) -> dict[str, Callable[[str], bool]]:
+    """Where the engine's store keeps entries, and what deletes one there: this machine first."""
+    store = engine.store
+    if not isinstance(store, TieredStore):
+        return {HERE: store.delete}
+    # Where a remote tier is told, this machine is once more: somebody may have fetched the entry meanwhile.
+    return {HERE: store.delete_near, **{tier.url: store.delete for tier in store.far_tiers}}
+
+
+class Lost(NamedTuple):
+    """Why an entry is to go: nobody has `text` any more, or nobody behind that other text."""
+
+    text: str
+    behind: str = ""
+
+
+def doomed_keys(
+    texts: Iterable[str], engine: Engine, pairs: Iterable[tuple[str, str]] = (), *, everywhere: bool = False
+) -> dict[str, Lost]:
+    """Keys of the KV of texts, and of `pairs` (behind, text), and why each goes; in the order in which to delete them.
+
+    everywhere: in the local disk tier, whose headers are read for it, also that of other models and prefixes, and of
+    whatever was computed behind these texts, in the engine's own namespace.
+    """
+    chunks = [Chunk(text) for text in dict.fromkeys(texts)]
+    neighbours = [Chunk(text, behind=behind) for behind, text in pairs]
+    keys: dict[str, Lost] = {}
+    disk, ids_of = disk_store(engine), engine.segmenter.chunk_ids
+    if disk is not None and (chunks or neighbours) and everywhere:
+        namespace, prefix = getattr(engine, "namespace", ""), tuple(getattr(engine, "default_prefix_ids", ()))
+        gone = {ids_of(chunk): Lost(chunk.text) for chunk in chunks}
+        apart = [
+            (engine.segmenter.context_ids(chunk), ids_of(chunk), Lost(chunk.text, chunk.behind or ""))
+            for chunk in neighbours
+        ]
+        mine = (entry for entry in disk.entries() if entry.header.namespace == namespace)
+        joint = engine.segmenter.joint_ids
+        contexts = {hash(prefix + ids + joint): lost for ids, lost in gone.items()}
+        keys = dict(keys_without(mine, gone.get, joint, apart, contexts))
+    for chunk in (*neighbours, *chunks):
+        keys.setdefault(engine.key(chunk), Lost(chunk.text, chunk.behind or ""))
+    return keys
+
+
+def forget_texts(texts: Iterable[str], engine: Engine) -> tuple[int, str]:
+    """Drop the KV of texts that the engine stores, in every tier.
+
+    How many entries went, and why a remote tier could not be told; "" where it was.
+    """
+    keys = doomed_keys(texts, engine)
+    with closing(registry_of(engine.store)) as registry:
+        registry.forget_stored(keys)
+    num_removed, problem = 0, ""
+    for place, delete in _places(engine).items():
+        for key in keys:
+            try:
+                num_removed += delete(key) and (place == HERE)
+            except BackendUnreachableError as error:
+                problem = str(error)
+                break
+    return num_removed, problem
+
+
+def keys_without(
+    entries: Iterable[StoreEntry],
+    reason_of: Callable[[Ids], Reason | None],
+    joint: Ids,
+    pairs: Iterable[tuple[Ids, Ids, Reason]] = (),
+    contexts: Mapping[int, Reason] | None = None,
+) -> Iterator[tuple[str, Reason]]:
+    """Keys of entries whose token ids are gone, that were computed behind such entries, or behind the first of a pair;
+    with the reason that `reason_of` gives for those ids, None for ids that are wanted, or the pair's.
+
+    A neighbour version is stored behind prefix, chunk and `joint` (what stands between two chunks), and that chunk
+    behind the prefix: so one tells of the other, and comes after it here. contexts: hashes of contexts that are gone
+    where nothing is there to tell.
+    """
+    befores: dict[Ids, list[tuple[Ids, Reason]]] = {}
+    for behind, ids, reason in pairs:
+        befores.setdefault(ids, []).append((behind, reason))
+    doomed, seen = dict(contexts or {}), []  # by hashes: the ids of a large store would not fit into memory
+    gone: list[tuple[str, Reason]] = []
+    for entry in entries:
+        context, ids = entry.header.prefix_ids, entry.header.token_ids
+        reason_here = reason_of(ids)
+        apart = [reason for behind, reason in befores.get(ids, ()) if context[-len(behind) :] == behind]
+        if reason_here is not None:
+            doomed[hash(context + ids + joint)] = reason_here
+            gone.append((entry.key, reason_here))
+        elif apart:
+            yield entry.key, apart[0]
+        else:
+            seen.append((entry.key, hash(context)))
+    yield from ((key, doomed[context]) for key, context in seen if context in doomed)
+    yield from gone
+
+
+def forget_chunks(chunks: Iterable[Chunk], model: Any, still_used: Callable[[str], bool]) -> int:
+    """Drop KV and registered texts of what a framework has deleted, save what is `still_used`. How many had KV.
+
+    `model`: an engine, or an object with one at `.engine`. Raises BackendUnreachableError when a remote tier cannot be
+    told.
+    """
+    gone = list(dict.fromkeys(chunk.text for chunk in chunks if not still_used(chunk.text)))
+    num_removed, problem = forget_texts(gone, getattr(model, "engine", model))
+    registry = registry_for(model)  # last: killed before, the texts are still there to tell what is to go
+    registry.remove(gone)
+    registry.truncate_log()
+    if problem:
+        raise BackendUnreachableError(problem)
+    return num_removed
+
+
+def registered_under(names: Iterable[str], model: Any) -> list[str]:
+    """The texts of documents that were precomputed under these names."""
+    registry = registry_for(model)
+    return [text for name in names if name for text in registry.texts_of(name)]
+
+
+def registry_for(model: Any) -> ChunkRegistry:
+    """The registry of a framework's model, or of an engine."""
+    engine: Engine = getattr(model, "engine", model)
+    return getattr(model, "registry", None) or registry_of(engine.store)
+
+
+def disk_store(engine: Engine) -> DiskStore | None:
+    """The local disk tier of the engine's store, if it has one."""
+    tiers = engine.store.tiers if isinstance(engine.store, TieredStore) else (engine.store,)
+    return next((tier for tier in tiers if isinstance(tier, DiskStore)), None)
+
+
+def store_folders(engine: Engine) -> list[Path]:
+    """Folders of this machine that the engine's store keeps its files in."""
+    tiers: Sequence[Any] = getattr(engine.store, "tiers", (engine.store,))
+    return [tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)]

@@ -1,0 +1,356 @@
+"""LlamaIndex over one ragblend engine: an LLM, a synthesizer that keeps chunk boundaries, a query engine, ingestion.
+
+Three ways in: `index.as_query_engine(llm=BlendLLM(...))` recognises ingested chunks in LlamaIndex's own prompts;
+`response_synthesizer=BlendSynthesizer(llm)` hands nodes over as chunks; `BlendQueryEngine` is both, ready made.
+`simple_summarize` prints Python lists into its prompt (run-llama/llama_index#22392), in which no chunk is left to find.
+
+Knows llama-index-core, the index and the adapter. Knows nothing about LangChain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ragblend.errors import UsageError
+from ragblend.frameworks.model import forget_documents, precompute_and_register, run_in_thread
+from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.llamaindex.llm import BlendLLM
+
+try:
+    from llama_index.core.base.base_retriever import BaseRetriever
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        ChatResponseAsyncGen,
+        MessageRole,
+    )
+    from llama_index.core.base.response.schema import RESPONSE_TYPE
+    from llama_index.core.callbacks import CallbackManager
+    from llama_index.core.indices.base import BaseIndex
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.prompts.mixin import PromptDictType
+    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.response_synthesizers import BaseSynthesizer
+    from llama_index.core.schema import (
+        BaseNode,
+        MetadataMode,
+        NodeRelationship,
+        NodeWithScore,
+        QueryBundle,
+        QueryType,
+        RelatedNodeInfo,
+        TextNode,
+        TransformComponent,
+    )
+    from llama_index.core.types import RESPONSE_TEXT_TYPE
+except ImportError as error:
+    raise ImportError("ragblend.llamaindex needs LlamaIndex: pip install 'ragblend[llamaindex]'") from error
+
+__all__ = [
+    "BlendIndexRetriever",
+    "BlendIngestion",
+    "BlendLLM",
+    "BlendQueryEngine",
+    "BlendSynthesizer",
+    "delete_ref_doc",
+]
+
+# --- answering from nodes ---------------------------------------------------------------------------------------------
+
+
+class BlendSynthesizer(BaseSynthesizer):
+    """One answer from all nodes in one prompt: the nodes as chunks, then the question, in the model's own layout.
+
+    The report is in `response.metadata["ragblend"]`, for a stream once it has ended. Nodes enter as their plain text;
+    `metadata_mode` puts metadata before it, which makes another text and so another chunk.
+    """
+
+    def __init__(
+        self,
+        llm: BlendLLM,
+        *,
+        system: str | None = None,
+        streaming: bool = False,
+        metadata_mode: MetadataMode = MetadataMode.NONE,
+        callback_manager: CallbackManager | None = None,
+        empty_response: str | None = None,
+    ) -> None:
+        if not isinstance(llm, BlendLLM):
+            raise UsageError(f"llm is a {type(llm).__name__}; BlendSynthesizer needs ragblend.llamaindex.BlendLLM")
+        super().__init__(llm=llm, callback_manager=callback_manager, streaming=streaming, empty_response=empty_response)
+        self._blend = llm
+        self._system = system
+        self._metadata_mode = metadata_mode
+
+    def _get_prompts(self) -> PromptDictType:
+        return {}
+
+    def _update_prompts(self, prompts: PromptDictType) -> None:
+        """No prompt template: the layout is the model's own."""
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answer `query` from `nodes`."""
+        own = self._own_arguments(nodes)
+        response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
+        return _with_facts(response, own["facts"])
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answer `query` from `nodes`."""
+        own = self._own_arguments(nodes)
+        response = await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
+        return _with_facts(response, own["facts"])
+
+    def _own_arguments(self, nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
+        """What the base class hands through to `get_response`: the nodes' exact texts, and where the report goes."""
+        return {"chunks": [node.node.get_content(metadata_mode=self._metadata_mode) for node in nodes], "facts": {}}
+
+    def get_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        chunks: Sequence[str] | None = None,
+        facts: dict[str, Any] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """The answer as text, or as a generator when streaming. `text_chunks` are used where `chunks` are not given."""
+        texts = list(text_chunks if chunks is None else chunks)
+        messages = self._messages(query_str, texts)
+        if self._streaming:
+            return _tokens(self._blend.stream_chat(messages, segments=texts, **response_kwargs), facts)
+        response = self._blend.chat(messages, segments=texts, **response_kwargs)
+        return _text(response, facts)
+
+    async def aget_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        chunks: Sequence[str] | None = None,
+        facts: dict[str, Any] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """`get_response`, without blocking the event loop."""
+        texts = list(text_chunks if chunks is None else chunks)
+        messages = self._messages(query_str, texts)
+        if self._streaming:
+            return _atokens(await self._blend.astream_chat(messages, segments=texts, **response_kwargs), facts)
+        return _text(await self._blend.achat(messages, segments=texts, **response_kwargs), facts)
+
+    def _messages(self, query: str, texts: Sequence[str]) -> list[ChatMessage]:
+        system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
+        return [*system, ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))]
+
+
+def _with_facts(response: RESPONSE_TYPE, facts: dict[str, Any]) -> RESPONSE_TYPE:
+    # A stream fills `facts` when it ends; the response already holds the dict.
+    response.metadata = {**(response.metadata or {}), "ragblend": facts}
+    return response
+
+
+def _text(response: ChatResponse, facts: dict[str, Any] | None) -> str:
+    if facts is not None and response.raw is not None:
+        facts.update(response.raw["ragblend"])
+    return response.message.content or ""
+
+
+def _tokens(responses: Iterator[ChatResponse], facts: dict[str, Any] | None) -> Generator[str, None, None]:
+    for response in responses:
+        _text(response, facts)
+        if response.delta:
+            yield response.delta
+
+
+async def _atokens(responses: ChatResponseAsyncGen, facts: dict[str, Any] | None) -> AsyncGenerator[str, None]:
+    async for response in responses:
+        _text(response, facts)
+        if response.delta:
+            yield response.delta
+
+
+class BlendQueryEngine(RetrieverQueryEngine):
+    """A RetrieverQueryEngine whose default synthesizer is BlendSynthesizer: query, aquery, streaming, source nodes."""
+
+    @classmethod
+    def from_args(
+        cls,
+        retriever: BaseRetriever,
+        llm: Any = None,
+        response_synthesizer: BaseSynthesizer | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        *args: Any,
+        streaming: bool = False,
+        system: str | None = None,
+        **kwargs: Any,
+    ) -> BlendQueryEngine:
+        """Over any LlamaIndex retriever; `llm` is a ragblend BlendLLM unless a synthesizer is given.
+
+        Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...): they are about its
+        own prompts, and for `streaming` and `system` beside a synthesizer, which has its own.
+        """
+        _refuse("from_args", [*map(repr, args), *kwargs])
+        if response_synthesizer is not None and (streaming or system is not None):
+            raise UsageError(
+                "streaming and system are the synthesizer's; give them to BlendSynthesizer, or leave it out"
+            )
+        synthesizer = response_synthesizer or BlendSynthesizer(
+            llm, system=system, streaming=streaming, callback_manager=callback_manager
+        )
+        return cls(retriever, synthesizer, node_postprocessors, callback_manager)
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any] | ChunkIndex | str | Path,
+        llm: BlendLLM,
+        *,
+        similarity_top_k: int = 5,
+        neighbours: int | None = None,
+        order: Literal["score", "document"] | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        streaming: bool = False,
+        system: str | None = None,
+        **kwargs: Any,
+    ) -> BlendQueryEngine:
+        """Over a LlamaIndex index, or a ragblend index (open, or its folder), which alone has `neighbours` and `order`.
+
+        Raises UsageError for arguments that it does not know; a retriever of your own goes into `from_args`.
+        """
+        _refuse("from_index", kwargs)
+        if isinstance(index, BaseIndex):
+            if neighbours is not None or order is not None:
+                raise UsageError(
+                    f"neighbours and order are those of a ragblend index; {type(index).__name__} has neither. Leave "
+                    "them out, or give its retriever to BlendQueryEngine.from_args"
+                )
+            retriever: BaseRetriever = index.as_retriever(similarity_top_k=similarity_top_k)
+        else:
+            retriever = BlendIndexRetriever(
+                index, similarity_top_k=similarity_top_k, neighbours=neighbours or 0, order=order or "score"
+            )
+        return cls.from_args(
+            retriever,
+            llm,
+            node_postprocessors=node_postprocessors,
+            callback_manager=callback_manager,
+            streaming=streaming,
+            system=system,
+        )
+
+
+def _refuse(where: str, unknown: Iterable[str]) -> None:
+    """Raise UsageError if there is anything: LlamaIndex itself would take it and do nothing with it."""
+    if names := list(unknown):
+        raise UsageError(
+            f"BlendQueryEngine.{where} does not know {', '.join(names)}. Its prompt is the model's own layout: other "
+            "response modes and templates go into index.as_query_engine(llm=...), and what a retriever takes into "
+            "from_args(index.as_retriever(...), llm)"
+        )
+
+
+class BlendIndexRetriever(BaseRetriever):
+    """The chunks of a ragblend index as nodes, best first. `index` is an open ChunkIndex or its folder."""
+
+    def __init__(
+        self,
+        index: ChunkIndex | str | Path,
+        *,
+        similarity_top_k: int = 5,
+        neighbours: int = 0,
+        order: Literal["score", "document"] = "score",
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        super().__init__(callback_manager=callback_manager)
+        self.index = index if isinstance(index, ChunkIndex) else open_index(index)
+        self.similarity_top_k = similarity_top_k
+        self.neighbours = neighbours
+        self.order = order
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        hits = self.index.search(
+            query_bundle.query_str, self.similarity_top_k, neighbours=self.neighbours, order=self.order
+        )
+        return [_node(hit) for hit in hits]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await run_in_thread(lambda cancelled: self._retrieve(query_bundle))
+
+
+def _node(hit: SearchHit) -> NodeWithScore:
+    chunk = hit.chunk
+    metadata = {"source": chunk.source, **chunk.metadata}
+    node = TextNode(
+        id_=chunk.id,
+        text=chunk.text,
+        start_char_idx=chunk.start,
+        end_char_idx=chunk.end,
+        metadata=metadata,
+        # Metadata in the text would make it another text than the one whose KV is stored.
+        excluded_llm_metadata_keys=list(metadata),
+        excluded_embed_metadata_keys=list(metadata),
+        relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.source)},
+    )
+    return NodeWithScore(node=node, score=hit.score)
+
+
+# --- ingestion --------------------------------------------------------------------------------------------------------
+
+
+class BlendIngestion(TransformComponent):
+    """Last step of an IngestionPipeline: precomputes the KV of the nodes that come by, and passes them on unchanged.
+
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A document that comes again under its id, changed,
+    takes the place of what it was: KV and texts that it alone had are dropped. Of deletions a pipeline says nothing;
+    for them there is `delete_ref_doc`. The pipeline's own cache skips nodes it has seen with the same model.
+    """
+
+    llm: Any = Field(exclude=True)
+    fingerprint: str = ""  # of the model: part of the pipeline's cache key
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Note which model this is."""
+        super().model_post_init(context)
+        self.fingerprint = getattr(self.llm, "engine", self.llm).fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the processes of `pipeline.run(num_workers=...)`: each opens a BlendLLM's engine for itself."""
+        self.llm.__reduce_ex__(2)  # raises what says why; LlamaIndex would leave out what cannot be pickled
+        return super().__getstate__()
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Precompute `nodes`, all of each document that is among them."""
+        names = [f"llamaindex/{node.ref_doc_id}" if node.ref_doc_id else "" for node in nodes]
+        precompute_and_register(nodes, self.llm, names)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Precompute `nodes`, without blocking the event loop."""
+        return await run_in_thread(lambda cancelled: self(nodes, **kwargs))
+
+
+def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any) -> int:
+    """`index.delete_ref_doc`, and drop the KV of the document's nodes. How many had KV.
+
+    For indexes that keep their nodes in the docstore (the default). KV of a text that another node still has stays.
+    """
+    known = index.docstore.get_ref_doc_info(ref_doc_id)
+    nodes = index.docstore.get_nodes(known.node_ids, raise_error=False) if known is not None else []
+    index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
+    left = {node.get_content(metadata_mode=MetadataMode.NONE).strip() for node in index.docstore.docs.values()}
+    return forget_documents(nodes, llm, still_used=left.__contains__)

@@ -1,0 +1,1 @@
+"""Text to token ids, the only place where that happens."""

@@ -1,0 +1,294 @@
+"""How a model wants its prompt written: its chat template, a declared format, or plain text.
+
+A format turns a SegmentedPrompt into pieces: template text, which may hold control tokens, and text from outside, which
+may not. Knows a Hugging Face tokenizer by its methods. Knows no token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ragblend.errors import UsageError
+from ragblend.files.reading import read_file
+from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Message, Part, SegmentedPrompt
+
+FORMAT_FILE = "ragblend.json"
+"""File beside a model's config.json that declares its prompt format (see `DeclaredFormat`)."""
+
+
+PINNED_DATE = datetime(2024, 7, 26)
+"""What stored KV takes for today where a chat template writes the date: KV must not be lost at midnight."""
+
+
+class Piece(NamedTuple):
+    """A stretch of text before tokenizing. `trusted` text is the model's own template and may hold control tokens."""
+
+    text: str
+    trusted: bool
+
+
+class PromptFormat(Protocol):
+    """How a model wants its prompt written: what stands around messages and around each chunk."""
+
+    @property
+    def frames_chunks(self) -> bool:
+        """Whether a chunk gets a template of the model's own around it."""
+        ...
+
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+        """Template text and content, in reading order."""
+        ...
+
+    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
+        """The text of one chunk with what its template puts around it."""
+        ...
+
+    def undated(self) -> PromptFormat:
+        """The same format with every date that it writes replaced by `PINNED_DATE`."""
+        ...
+
+
+class PlainFormat:
+    """For models without a chat template: the system text, the chunks, then `Question: ... Answer:`."""
+
+    frames_chunks = False
+
+    def __init__(self, bos: str = "") -> None:
+        self._bos = bos
+
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+        """Template text and content, in reading order."""
+        yield Piece(self._bos, trusted=True)
+        for message in prompt.messages:
+            before, after = self._frame(message.role) if prompt.chat else ("", "")
+            framed = _last_text(message.parts)
+            for index in range(len(message.parts)):
+                yield Piece(before if index == framed.start else "", trusted=True)
+                yield from _content(message.parts, index)
+                yield Piece(after if index == framed.stop - 1 else "", trusted=True)
+        if prompt.chat:
+            yield Piece("Answer:", trusted=True)
+
+    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
+        """The chunk's text, nothing else."""
+        yield Piece(chunk.text, trusted=False)
+
+    def undated(self) -> PromptFormat:
+        """This format: it writes no date."""
+        return self
+
+    @staticmethod
+    def _frame(role: str) -> tuple[str, str]:
+        return {"system": ("", "\n\n"), "user": ("Question: ", "\n"), "assistant": ("Answer: ", "\n\n")}[role]
+
+
+def _content(parts: Sequence[Part], index: int) -> Iterator[Piece | Chunk]:
+    """One part of a turn, and behind a chunk that was handed over what sets it apart from the next part."""
+    part, following = parts[index], parts[index + 1 : index + 2]
+    if isinstance(part, str):
+        yield Piece(part, trusted=False)
+        return
+    yield part
+    if not part.in_text and following and not (isinstance(following[0], str) and following[0].startswith("\n")):
+        yield Piece(CHUNK_JOINT, trusted=False)
+
+
+def _last_text(parts: Sequence[Part]) -> range:
+    """Indexes of the last text of a turn, in a user turn its question; an empty range when there is none.
+
+    Chunks that were found in a text are part of it: recognising them must not move what is written around it.
+    """
+    is_text = [isinstance(part, str) or part.in_text for part in parts]
+    is_blank = [isinstance(part, str) and not part.strip() for part in parts]
+    last = next((index for index in reversed(range(len(parts))) if is_text[index] and not is_blank[index]), None)
+    if last is None:
+        return range(0)
+    first = last
+    while first > 0 and is_text[first - 1]:
+        first -= 1
+    stop = next((index for index in range(last, len(parts)) if not is_text[index]), len(parts))
+    return range(first, stop)
+
+
+class ChatTemplateFormat(PlainFormat):
+    """The tokenizer's own chat template, rendered once per shape of conversation with a sentinel for each content.
+
+    `template`: its text, where it is not the tokenizer's as it stands.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        super().__init__(bos=tokenizer.bos_token or "" if _adds_bos(tokenizer) else "")
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def undated(self) -> PromptFormat:
+        """The template as it reads on `PINNED_DATE`, whatever the day."""
+        template = str(self._tokenizer.get_chat_template())
+        return ChatTemplateFormat(self._tokenizer, _PINNED_CLOCK + template) if "strftime_now" in template else self
+
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+        """Template text and content, in reading order."""
+        if not prompt.chat:
+            yield from super().pieces(prompt)
+            return
+        messages = prompt.messages
+        try:
+            literals = self._literals([message.role for message in messages])
+        except UsageError:
+            if messages[0].role != "system" or len(messages) < 2:
+                raise
+            # Some templates (Gemma) refuse a system turn; its text then opens the first user turn.
+            first = Message(messages[1].role, (*messages[0].parts, "\n\n", *messages[1].parts))
+            messages = (first, *messages[2:])
+            literals = self._literals([message.role for message in messages])
+        for literal, message in zip(literals, messages, strict=False):
+            yield Piece(literal, trusted=True)
+            for index in range(len(message.parts)):
+                yield from _content(message.parts, index)
+        yield Piece(literals[-1], trusted=True)
+
+    def _literals(self, roles: Sequence[str]) -> list[str]:
+        """What the template writes before, between and after the contents: len(roles) + 1 strings."""
+        slots = [f"RAGBLENDSLOT{index}END" for index in range(len(roles))]
+        turns = [{"role": role, "content": slot} for role, slot in zip(roles, slots, strict=True)]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise jinja2 errors of many kinds
+            raise UsageError(f"the model's chat template refuses the turns {list(roles)}: {error}") from error
+        written = _SLOT.split(str(text))  # a literal, a slot, a literal, ...
+        found = written[1::2]
+        if found != slots:
+            pairs = zip(slots, [*found, *[""] * len(slots)], strict=False)
+            wrong = next((turn for turn, (slot, name) in enumerate(pairs) if slot != name), len(slots))
+            raise UsageError(
+                f"the model's chat template drops, repeats or reorders turn {min(wrong, len(slots) - 1)} of "
+                f"{list(roles)}; put everything into one user message, or use SegmentedPrompt.from_parts"
+            )
+        return written[::2]
+
+
+_SLOT = re.compile(r"(RAGBLENDSLOT\d+END)")
+
+
+# In front of a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the
+# clock is written in the template's own language, a replacement for each of strftime's directives.
+_READINGS = {f"%{letter}": PINNED_DATE.strftime(f"%{letter}") for letter in "dmyYBbAajHIMSpxXcZzUWwGVuf"}
+
+
+_READINGS = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in _READINGS.items()} | _READINGS
+
+
+_PINNED_CLOCK = (
+    "{% macro strftime_now(format) %}{% set read = namespace(text=format) %}"
+    + "".join(f"{{% set read.text = read.text | replace({name!r}, {text!r}) %}}" for name, text in _READINGS.items())
+    + "{{ read.text }}{% endmacro %}{{ '' }}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredFormat:
+    """A prompt format that a model declares in `ragblend.json` beside its config (the demo model does).
+
+    `text_lead` precedes all text from outside; `collapse_whitespace` turns every run of whitespace in a chunk
+    into one space, for models trained on single-spaced text.
+    """
+
+    prefix: str = ""
+    system: str = "{system}"
+    chunk_prefix: str = ""
+    chunk_end: str = ""
+    text_lead: str = ""
+    question_prefix: str = ""
+    answer_prefix: str = ""
+    assistant_end: str = ""
+    collapse_whitespace: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> DeclaredFormat:
+        """Read a `ragblend.json`; raises UsageError for fields it does not know."""
+        try:
+            fields = dict(json.loads(read_file(path)))
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is not a JSON object: {error}") from error
+        unknown = set(fields) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise UsageError(f"{path} declares {sorted(unknown)}; known fields: {', '.join(cls.__dataclass_fields__)}")
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    @property
+    def frames_chunks(self) -> bool:
+        """Whether a chunk gets a template of the model's own around it."""
+        return bool(self.chunk_prefix or self.chunk_end)
+
+    def undated(self) -> PromptFormat:
+        """This format: it writes no date."""
+        return self
+
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+        """Template text and content, in reading order. Chunks are set apart by their template alone."""
+        yield Piece(self.prefix, trusted=True)
+        for message in prompt.messages:
+            before, after = self._frame(message.role) if prompt.chat else ("", "")
+            lead = self._lead if prompt.chat else str
+            texts = [index for index, part in enumerate(message.parts) if isinstance(part, str) and lead(part)]
+            # A system text's frame opens the turn; that of a question stands behind the chunks, where it was trained.
+            framed = texts and (texts[0] if message.role == "system" else texts[-1])
+            is_text = frozenset(texts)
+            for index, part in enumerate(message.parts):
+                if isinstance(part, Chunk):
+                    yield part
+                elif index in is_text:
+                    yield Piece(before if index == framed else "", trusted=True)
+                    yield Piece(lead(part), trusted=False)
+                    yield Piece(after if index == framed else "", trusted=True)
+
+    def _frame(self, role: str) -> tuple[str, str]:
+        if role == "system":
+            before, _, after = self.system.partition("{system}")
+            return before, after
+        return (self.question_prefix, self.answer_prefix) if role == "user" else ("", self.assistant_end)
+
+    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
+        """The chunk's opening token, its text and its end; all belong to the chunk's ids."""
+        yield Piece(self.chunk_prefix, trusted=True)
+        yield Piece(self._lead(chunk.text), trusted=False)
+        yield Piece(self.chunk_end, trusted=True)
+
+    def _lead(self, text: str) -> str:
+        if self.collapse_whitespace:
+            text = " ".join(text.split())
+        return self.text_lead + text if text and not text.startswith(self.text_lead) else text
+
+
+def prompt_format(tokenizer: Any, model_path: str | Path | None = None) -> PromptFormat:
+    """The format a model declares, else its chat template, else plain text."""
+    declared = Path(model_path) / FORMAT_FILE if model_path else None
+    if declared is not None and declared.is_file():
+        return DeclaredFormat.read(declared)
+    if getattr(tokenizer, "chat_template", None):
+        return ChatTemplateFormat(tokenizer)
+    return PlainFormat(bos=tokenizer.bos_token if _adds_bos(tokenizer) and tokenizer.bos_token else "")
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    ids = tokenizer("a").input_ids
+    return bool(ids) and ids[0] == tokenizer.bos_token_id
+
+
+def is_markup(text: str) -> bool:
+    """Whether an added token that is not marked special steers the model all the same, as `<tool_call>` does.
+
+    Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
+
+    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
+    (True, False, False)
+    """
+    return len(text) > 1 and any(letter.isalnum() for letter in text)

@@ -1,0 +1,201 @@
+"""A prompt, from what a caller says to what the engine reads: messages of texts and chunks, then segments of token ids.
+
+Plain data. Knows nothing about tokenizers, chat templates, models or stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ragblend.errors import UsageError
+
+CHUNK_JOINT = "\n\n"
+"""Stands between a chunk that was handed over and what follows it, for models that declare no chunk template. It is
+text of the prompt and no part of the chunk, so a chunk has the same ids wherever it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A reusable piece of a document: the unit of retrieval and of stored KV.
+
+    `text` is `document[start:end]` of the document named by `source`, character for character. `behind`, for
+    precomputing: the text of the chunk before it, which its KV is to have seen; None is alone. `in_text`: it was found
+    in the text of a prompt rather than handed over, so what stands around it is there already and nothing is added.
+    """
+
+    text: str
+    source: str = ""
+    start: int = 0
+    end: int = -1  # -1 at construction means start + len(text)
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    behind: str | None = None
+    in_text: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.end < 0:
+            object.__setattr__(self, "end", self.start + len(self.text))
+
+    @property
+    def id(self) -> str:
+        """16 hex digits; equal when source, start and text are equal."""
+        parts = f"{self.source}\0{self.start}\0{self.text}".encode()
+        return hashlib.blake2b(parts, digest_size=8).hexdigest()
+
+
+Part = str | Chunk
+"""A piece of one message: plain text, or a chunk whose KV may be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: `role` is "system", "user" or "assistant"; `parts` in reading order."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SegmentedPrompt:
+    """A prompt whose chunk boundaries are known.
+
+    `SegmentedPrompt(chunks=[...], question=..., system=...)` is the usual one; `from_messages` takes any order of
+    turns, text and chunks; `from_parts` is plain text for a completion, without a chat template.
+    """
+
+    messages: tuple[Message, ...]
+    chat: bool  # False: the parts of the only message are the prompt, no template around them
+
+    def __init__(self, chunks: Sequence[Part] = (), question: str = "", system: str | None = None) -> None:
+        if isinstance(chunks, str):
+            raise UsageError("chunks is one string; pass a list of chunks: chunks=[text]")
+        if not question and not chunks:
+            raise UsageError("the prompt is empty; give a question, chunks or both")
+        user = Message("user", (*(as_chunk(part) for part in chunks), *([question] if question else [])))
+        self._set((*([Message("system", (system,))] if system else []), user), chat=True)
+
+    @classmethod
+    def from_messages(cls, messages: Iterable[Message | tuple[str, str | Part | Sequence[Part]]]) -> SegmentedPrompt:
+        """Turns in order; each a Message or `(role, content)` with content a string, a Chunk or a list of both."""
+        turns = tuple(m if isinstance(m, Message) else Message(m[0], _as_parts(m[1])) for m in messages)
+        if not turns or not any(turn.parts for turn in turns):
+            raise UsageError("no messages given; pass at least one ('user', text)")
+        for turn in turns:
+            if turn.role not in ("system", "user", "assistant"):
+                raise UsageError(f"role is {turn.role!r}; choose system, user or assistant")
+        prompt = cls.__new__(cls)
+        prompt._set(turns, chat=True)
+        return prompt
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[Part]) -> SegmentedPrompt:
+        """One plain text with chunks in it, for completion without a chat template."""
+        if not any(parts):
+            raise UsageError("the prompt is empty; give text or chunks")
+        prompt = cls.__new__(cls)
+        prompt._set((Message("user", tuple(parts)),), chat=False)
+        return prompt
+
+    def _set(self, messages: tuple[Message, ...], chat: bool) -> None:
+        object.__setattr__(self, "messages", messages)
+        object.__setattr__(self, "chat", chat)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks, in prompt order."""
+        return tuple(part for message in self.messages for part in message.parts if isinstance(part, Chunk))
+
+    def unrecognised(self) -> SegmentedPrompt:
+        """The prompt as it was sent: chunks that were found in its text are text again, those handed over stay."""
+        if not any(chunk.in_text for chunk in self.chunks):
+            return self
+        prompt = SegmentedPrompt.__new__(SegmentedPrompt)
+        prompt._set(tuple(Message(turn.role, _without_found(turn.parts)) for turn in self.messages), self.chat)
+        return prompt
+
+
+def _without_found(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """`parts` with chunks found in text as text, neighbouring texts as one."""
+    return tuple(joined_texts(part.text if isinstance(part, Chunk) and part.in_text else part for part in parts))
+
+
+def joined_texts(parts: Iterable[Part]) -> Iterator[Part]:
+    """`parts` with neighbouring texts as one, none empty.
+
+    >>> list(joined_texts(["a", "", "b", Chunk("c"), ""]))[0]
+    'ab'
+    """
+    for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            yield from run
+        elif text := "".join(map(str, run)):
+            yield text
+
+
+def as_chunk(part: Part) -> Chunk:
+    """A text as a chunk without a source."""
+    return part if isinstance(part, Chunk) else Chunk(part)
+
+
+def _as_parts(content: str | Part | Sequence[Part]) -> tuple[Part, ...]:
+    return (content,) if isinstance(content, str | Chunk) else tuple(content)
+
+
+SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A span of one prompt: `token_ids` at positions `start .. start + num_tokens`."""
+
+    kind: SegmentKind
+    token_ids: tuple[int, ...]
+    start: int
+    chunk: Chunk | None = None
+    num_lead: int = 0  # tokens that the chunk's template puts before its text, such as <doc>
+    num_tail: int = 0  # and behind it
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this span."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """The segments of one prompt in order; together they are every token of it.
+
+    `sent`: the prompt without the boundaries that were found in its text; None when none were.
+    """
+
+    segments: tuple[Segment, ...]
+    sent: SegmentedPrompt | None = field(default=None, compare=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids, concatenated."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids before the first chunk; () when the prompt starts with a chunk or has none."""
+        first = self.segments[0] if self.segments else None
+        return first.token_ids if first is not None and first.kind == "prefix" else ()
+
+    @property
+    def chunk_segments(self) -> tuple[Segment, ...]:
+        """The chunks, in prompt order."""
+        return tuple(segment for segment in self.segments if segment.kind == "chunk")

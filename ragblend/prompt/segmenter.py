@@ -1,0 +1,376 @@
+"""A prompt as ordered segments, and the only place where text becomes token ids (and ids text again).
+
+Every segment is tokenized alone, without special tokens, and the prompt's ids are the concatenation. So a chunk has
+one id sequence, hence one key, in every prompt. Text from outside (chunks, questions, system and earlier turns) can
+never turn into a control token or a boundary: only the model's own template is read with special tokens.
+
+Knows a Hugging Face tokenizer by its methods. Knows nothing about models, KV or stores.
+Read `Segmenter.tokenize` first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ragblend.errors import RagblendError
+from ragblend.prompt.formats import DeclaredFormat, Piece, PromptFormat, is_markup
+from ragblend.prompt.prompt import (
+    CHUNK_JOINT,
+    Chunk,
+    Part,
+    Segment,
+    SegmentedPrompt,
+    SegmentKind,
+    TokenizedPrompt,
+    as_chunk,
+)
+
+REMEMBERED_CHARACTERS = 4 << 20
+"""Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
+
+
+_CHARACTER_TOKENS = 4  # most tokens that make one character together: the bytes of one in UTF-8
+
+
+_ENTRY_CHARACTERS = 64  # what an entry costs beside its text, so that many short texts stay within the bound too
+
+
+class Segmenter:
+    """Text to segments and ids, for one tokenizer and one prompt format. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Any, format: PromptFormat) -> None:
+        self._tokenizer = tokenizer
+        self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)  # None: one written in Python
+        self._lock = threading.Lock()
+        # Retrieval returns the same chunks again and again, and each has one id sequence in every prompt.
+        self._remembered: OrderedDict[tuple[Piece, bool], tuple[int, ...]] = OrderedDict()  # least recently used first
+        self._num_remembered = 0  # characters
+        self.format = format
+        self.text_lead = getattr(format, "text_lead", "")
+        special = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
+        added = tokenizer.get_added_vocab()
+        control = {text: id for text, id in added.items() if text in special or is_markup(text)}
+        self._control_ids = frozenset(control.values())
+        self._control = any_of(text for text in control if text.strip() and len(text) > 1)
+        self._inside = _without_lead(tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits; equal when the tokenizer and the prompt format give the same chunk ids."""
+        facts = [type(self.format).__name__, repr(self.format) if isinstance(self.format, DeclaredFormat) else ""]
+        words = sorted(self._tokenizer.get_vocab().items()) if self.backend is None else ()
+        facts.append(repr(words) if self.backend is None else self.backend.to_str())
+        return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
+
+    def tokenize(self, prompt: SegmentedPrompt) -> TokenizedPrompt:
+        """Prefix, chunks, other text and suffix with ids and positions. Adjacent non-chunk pieces are one segment."""
+        # A model that declares a template for chunks is to read it around those that were found, too.
+        sent = prompt if self.format.frames_chunks else prompt.unrecognised()
+        return TokenizedPrompt(self._segments(self.format.pieces(prompt)), sent if sent is not prompt else None)
+
+    def as_sent(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
+        """What full prefill beside `prompt` is given: the text as it was sent, tokenized as if nothing were known of
+        it. So a boundary that was found in it and moved a token boundary shows in the comparison."""
+        return prompt if prompt.sent is None else self.tokenize(prompt.sent)
+
+    def _segments(self, pieces: Iterable[Piece | Chunk]) -> tuple[Segment, ...]:
+        runs: list[tuple[Chunk | None, list[int]]] = []
+        begun = False  # whether text stands before the piece: some tokenizers put a space before the first of a prompt
+        for piece in _merged(pieces):
+            if isinstance(piece, Chunk):
+                runs.append((piece, list(self.chunk_ids(piece))))
+            elif runs and runs[-1][0] is None:
+                runs[-1][1].extend(self._ids(piece, begun))
+            else:
+                runs.append((None, list(self._ids(piece, begun))))
+            begun = begun or isinstance(piece, Chunk) or not self._is_control(piece)
+        runs = [(chunk, ids) for chunk, ids in runs if ids]
+        chunk_places = [index for index, (chunk, _) in enumerate(runs) if chunk is not None]
+        segments, position = [], 0
+        for index, (chunk, ids) in enumerate(runs):
+            kind: SegmentKind = "chunk" if chunk is not None else "text"
+            if chunk is None and (not chunk_places or index > chunk_places[-1]):
+                kind = "suffix"
+            elif chunk is None and index == 0:
+                kind = "prefix"
+            lead, tail = self.chunk_frame(chunk) if chunk is not None else (0, 0)
+            segments.append(Segment(kind, tuple(ids), position, chunk, lead, tail))
+            position += len(ids)
+        return tuple(segments)
+
+    def chunk_ids(self, chunk: Part) -> tuple[int, ...]:
+        """The one id sequence of a chunk, template included: the same in every prompt."""
+        pieces = self.format.chunk_pieces(as_chunk(chunk))
+        return tuple(itertools.chain.from_iterable(self._ids(piece) for piece in pieces))
+
+    def context_ids(self, chunk: Part) -> tuple[int, ...]:
+        """What a chunk is precomputed behind, after the prefix: the ids of the chunk it names in `behind` and of what
+        stands between two chunks; or ()."""
+        if not (isinstance(chunk, Chunk) and chunk.behind):
+            return ()
+        return self.chunk_ids(chunk.behind) + self.joint_ids
+
+    @property
+    def joint_ids(self) -> tuple[int, ...]:
+        """The ids of what stands between two chunks; () where each has a template of its own."""
+        return () if self.format.frames_chunks else self._ids(Piece(CHUNK_JOINT, trusted=False))
+
+    def chunk_frame(self, chunk: Part) -> tuple[int, int]:
+        """How many of the chunk's ids its template puts before its text, and how many behind it."""
+        pieces = list(self.format.chunk_pieces(as_chunk(chunk)))
+        lead = list(itertools.takewhile(lambda piece: piece.trusted, pieces))
+        tail = list(itertools.takewhile(lambda piece: piece.trusted, reversed(pieces[len(lead) :])))
+        return sum(len(self._ids(piece)) for piece in lead), sum(len(self._ids(piece)) for piece in tail)
+
+    def default_prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
+        """What ingestion computes chunks behind: the ids before the first chunk of a plain question with `system`.
+
+        Where the chat template writes today's date, it is `PINNED_DATE` here: what is stored today is found tomorrow.
+        """
+        pieces = self.format.undated().pieces(SegmentedPrompt(["x"], "x", system))
+        return TokenizedPrompt(self._segments(pieces)).prefix_ids
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens that `text` takes as a chunk, its template included."""
+        return len(self.chunk_ids(text))
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of text from outside: no special tokens added, none read from the text."""
+        return list(self._ids(Piece(text, trusted=False)))
+
+    def _is_control(self, piece: Piece) -> bool:
+        """Whether a piece of the template is control tokens alone: the text behind it is the prompt's first."""
+        return not piece.text or (piece.trusted and not self._control.sub("", piece.text))
+
+    def _ids(self, piece: Piece, inside: bool = True) -> tuple[int, ...]:
+        """The piece's ids, from memory if it was asked for lately. `inside`: text of the prompt stands before it."""
+        if not piece.text:
+            return ()
+        asked = (piece, inside and self._inside is not None)
+        with self._lock:
+            known = self._remembered.get(asked)
+            if known is not None:
+                self._remembered.move_to_end(asked)
+                return known
+        ids = tuple(self._fresh_ids(*asked))
+        self._remember(asked, ids)
+        return ids
+
+    def _remember(self, asked: tuple[Piece, bool], ids: tuple[int, ...]) -> None:
+        size = len(asked[0].text)
+        if size > REMEMBERED_CHARACTERS // 64:
+            return  # a whole document that is being cut: it would push out the chunks, and is counted once
+        with self._lock:
+            if asked in self._remembered:  # another thread was faster
+                return
+            self._remembered[asked] = ids
+            self._num_remembered += size + _ENTRY_CHARACTERS
+            while self._num_remembered > REMEMBERED_CHARACTERS:
+                (oldest, _), _ = self._remembered.popitem(last=False)
+                self._num_remembered -= len(oldest.text) + _ENTRY_CHARACTERS
+
+    def _fresh_ids(self, piece: Piece, inside: bool) -> list[int]:
+        if piece.trusted:
+            return self._template_ids(piece.text, inside)
+        ids = self._untrusted_ids(piece.text, inside)
+        forged = self._control_ids.intersection(ids)
+        if forged:
+            raise RagblendError(
+                f"the text {piece.text[:60]!r} tokenizes to the control tokens {sorted(forged)}; "
+                "remove them from the document or the question"
+            )
+        return ids
+
+    def _template_ids(self, text: str, inside: bool) -> list[int]:
+        found = self._control.search(text) if inside else None
+        if not inside or (found is not None and found.start() == 0):
+            return self._encode(text, split_special_tokens=False)
+        # Up to its first control token the template goes on with the text before it.
+        end = found.start() if found is not None else len(text)
+        rest = self._encode(text[end:], split_special_tokens=False) if text[end:] else []
+        return [*self._encode_inside(text[:end]), *rest]
+
+    def _untrusted_ids(self, text: str, inside: bool) -> list[int]:
+        ids: list[int] = []
+        # A control token's text is cut after its first character: both halves are ordinary text to the tokenizer,
+        # and decoding gives the same characters back.
+        for index, part in enumerate(_cut_inside(text, self._control)):
+            if inside or (index and self._inside is not None):
+                ids.extend(self._encode_inside(part))
+            else:
+                ids.extend(self._encode(part, split_special_tokens=True))
+        return ids
+
+    def _encode(self, text: str, *, split_special_tokens: bool) -> list[int]:
+        # A fast tokenizer keeps the last split_special_tokens as state: two threads would read each other's.
+        with self._lock:
+            encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+        return list(encoded.input_ids)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        assert self._inside is not None
+        return list(self._inside.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer's ids, control tokens and the format's leading space left out."""
+        return self.plain_text(token_ids).removeprefix(self.text_lead)
+
+    def plain_text(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, control tokens left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of every id in turn, control tokens included: joined, it reads as the whole does.
+
+        A character that several tokens make together is the last one's text; the others have "".
+        """
+        texts, start = [], 0
+        for end in range(1, len(token_ids) + 1):
+            # Two ids more than needed in front: some tokenizers drop the space of the first one they decode.
+            before = max(0, start - 2)
+            known = self._raw_text(token_ids[before:start])
+            text = self._raw_text(token_ids[before:end])
+            unfinished = text.endswith("\ufffd") and end < len(token_ids) and end - start < _CHARACTER_TOKENS
+            texts.append("" if unfinished else text[len(known) :])
+            start = start if unfinished else end
+        return texts
+
+    def _raw_text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
+
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer, as far as the tokenizer knows."""
+        end = self._tokenizer.eos_token_id
+        return frozenset(end if isinstance(end, list) else [end] if end is not None else [])
+
+
+def _merged(pieces: Iterable[Piece | Chunk]) -> Iterator[Piece | Chunk]:
+    """`pieces` with neighbouring texts from outside as one: a tokenizer reads them as they were sent, in one go."""
+    written = (piece for piece in pieces if isinstance(piece, Chunk) or piece.text)
+    for is_outside, run in itertools.groupby(written, lambda piece: isinstance(piece, Piece) and not piece.trusted):
+        if is_outside:
+            yield Piece("".join(piece.text for piece in run), trusted=False)
+        else:
+            yield from run
+
+
+def _without_lead(tokenizer: Any) -> Tokenizer | None:
+    """The tokenizer as it reads text that other text precedes, for one that puts a space before whatever it is given
+    (Llama 2's, Mistral's, Phi-3's); None for all others. Pieces that are tokenized alone must not get that space."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not backend.encode("a", add_special_tokens=False).tokens[0].startswith(("▁", "Ġ")):
+        return None
+    facts = json.loads(backend.to_str())
+    for part in ("normalizer", "pre_tokenizer"):
+        facts[part] = _steps_without_lead(facts[part])
+    inside = Tokenizer.from_str(json.dumps(facts))
+    inside.no_padding()
+    inside.no_truncation()
+    inside.encode_special_tokens = True  # used for text from outside, and for what holds no control token
+    return inside
+
+
+def _steps_without_lead(step: Any) -> Any:
+    """A tokenizer's normalizer or pre-tokenizer, as its JSON has it, without what puts a space in front."""
+    kind = step and step["type"]
+    if kind == "Prepend":
+        return None
+    if kind == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**step, "add_prefix_space": False}
+    if kind == "Sequence":
+        inner = next(name for name in step if name != "type")
+        return {**step, inner: [left for each in step[inner] if (left := _steps_without_lead(each)) is not None]}
+    return step
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the longest of `texts` at a place, in time that does not grow with their number.
+
+    >>> any_of(["<a>", "<ab>", "<b>"]).findall("<ab><b")
+    ['<ab>']
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for letter in text:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return re.compile(_branches(tree) if tree else r"(?!)")
+
+
+def _branches(tree: Mapping[str, Any]) -> str:
+    """The pattern of a tree of letters; "" marks the end of a text, and is tried last."""
+    letters = [re.escape(letter) + _branches(rest) for letter, rest in tree.items() if letter]
+    found = letters[0] if len(letters) == 1 else f"(?:{'|'.join(letters)})" if letters else ""
+    return f"(?:{found})?" if letters and "" in tree else found
+
+
+def _cut_inside(text: str, needles: re.Pattern[str]) -> list[str]:
+    """`text` in pieces such that no needle lies within one piece.
+
+    >>> _cut_inside("a</s>b", re.compile("</s>"))
+    ['a<', '/s>b']
+    """
+    cuts = [0]
+    found = needles.search(text)
+    while found is not None:
+        cuts.append(found.start() + 1)
+        found = needles.search(text, found.start() + 1)
+    return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+class TextStream:
+    """An answer's ids to text as they come, holding back bytes that do not yet make a character."""
+
+    def __init__(self, segmenter: Segmenter) -> None:
+        self._segmenter = segmenter
+        self._steps = DecodeStream(skip_special_tokens=True)
+        self._last: list[int] = []  # the ids of the last text given out
+        self._held: list[int] = []  # those behind them
+        self._begun = False
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; may be empty."""
+        self._held.append(token_id)
+        backend = self._segmenter.backend
+        if backend is None:
+            text = self._held_text()
+            text = "" if text.endswith("\ufffd") and len(self._held) < _CHARACTER_TOKENS else text
+        else:
+            try:
+                text = self._steps.step(backend, token_id) or ""
+            except (
+                Exception
+            ):  # tokenizers has no class for it: bytes that a random model made undo an earlier character
+                self._steps = DecodeStream(skip_special_tokens=True)
+                text = self._held_text()
+        return self._shown(text)
+
+    def flush(self) -> str:
+        """What is still held back at the end of the answer: an unfinished character, shown as U+FFFD."""
+        return self._shown(self._held_text())
+
+    def _held_text(self) -> str:
+        known, whole = (self._segmenter.plain_text(ids) for ids in (self._last, self._last + self._held))
+        return whole[len(known) :]
+
+    def _shown(self, text: str) -> str:
+        """`text`, once it is given out; the format's leading space opens an answer and is no part of it."""
+        if not text:
+            return ""
+        self._last, self._held = self._held, []
+        text = text if self._begun else text.removeprefix(self._segmenter.text_lead)
+        self._begun = True
+        return text

@@ -1,0 +1,1 @@
+"""What an operator runs: verify, gc, calibrate, profile, explain, serve, keys."""

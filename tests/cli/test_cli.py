@@ -1,0 +1,637 @@
+"""The command line, run in process: output on stdout, log on stderr, one JSON object, the right exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from commands import run_command
+from servers import RedisServer
+
+from ragblend.cli import app as cli
+from ragblend.demo.corpus import build_corpus, write_corpus
+
+MODES = ("full", "prefix", "reuse", "blend")
+COMMANDS = (
+    "ingest",
+    "precompute",
+    "remove",
+    "push",
+    "pin",
+    "unpin",
+    "ask",
+    "chat",
+    "explain",
+    "search",
+    "stats",
+    "verify",
+    "gc",
+    "doctor",
+    "profile",
+    "plan",
+    "serve",
+    "bench",
+    "calibrate",
+    "demo",
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with an ingested corpus."""
+    home = tmp_path_factory.mktemp("home")
+    write_corpus(build_corpus().first(4), home / "docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setattr(sys, "argv", ["ragblend", *INGEST])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code in (0, None)
+    return home
+
+
+PLACE = ["--index", "i", "--store", "s"]
+INGEST = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *PLACE]
+
+
+@pytest.fixture
+def run(home, monkeypatch, capsys):
+    """Run a command in `home`: exit code, stdout, stderr."""
+    monkeypatch.chdir(home)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = run_command(*arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def questions(home) -> list[dict]:
+    return [json.loads(line) for line in (home / "docs" / "questions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ask_answers_in_every_mode_with_the_promised_json(run, questions, mode):
+    question = questions[0]["question"]
+    code, out, _ = run("ask", question, "--mode", mode, "-k", "4", "--max-tokens", "8", "--json", *PLACE)
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["schema_version"] == 1
+    assert answer["mode"] == mode
+    assert answer["answer"]
+    assert {"source", "start", "end", "text"} <= set(answer["sources"][0])
+    names = "ttft_s load_s fuse_s prompt_tokens num_chunks num_chunk_hits num_reused_tokens num_recomputed_tokens "
+    names += "charged_budget charged_budget_32 rule mode"
+    assert set(names.split()) <= set(answer["report"])
+
+
+def test_ask_hits_every_chunk_and_ratio_one_equals_full_on_every_question(run, questions):
+    for item in questions[:: len(questions) // 6]:
+        common = ("-k", "4", "--max-tokens", "8", "--json", *PLACE)
+        full = json.loads(run("ask", item["question"], "--mode", "full", *common)[1])
+        blend = json.loads(run("ask", item["question"], "--mode", "blend", "--ratio", "1.0", *common)[1])
+        assert blend["answer"] == full["answer"] != ""
+        assert blend["report"]["num_chunk_hits"] == blend["report"]["num_chunks"] == 4
+
+
+@pytest.mark.parametrize("ratio", ["all", "1.5"])
+def test_a_ratio_that_cannot_be_is_refused_and_auto_is_offered(run, ratio):
+    code, _, err = run("ask", "Who?", "--ratio", ratio, *PLACE)
+    assert code == 2
+    assert "auto" in err
+
+
+def test_ask_streams_the_same_answer_and_lists_sources(run, questions):
+    question = questions[0]["question"]
+    plain = run("ask", question, "-k", "2", "--max-tokens", "8", *PLACE)
+    streamed = run("ask", question, "-k", "2", "--max-tokens", "8", "--stream", "--show-sources", *PLACE)
+    assert streamed[1].splitlines()[0] == plain[1].strip()
+    assert streamed[1].count(".md:") == 2
+    assert "chunks from the store" in streamed[2]
+
+
+def test_ingest_again_changes_nothing_and_says_what_the_store_costs(run):
+    code, out, _ = run(*INGEST, "--json")
+    report = json.loads(out)
+    assert (code, report["num_new_kv"], report["num_unchanged"]) == (0, 0, report["num_documents"])
+    assert report["num_tokens"] > 0
+    assert report["store_bytes"] > report["num_tokens"] * report["bytes_per_token"]
+    code, out, _ = run(*INGEST)
+    assert "per token" in out
+
+
+def test_search_and_stats_describe_the_index(run, questions):
+    code, out, _ = run("search", questions[0]["question"], "-k", "3", "--index", "i", "--json")
+    assert code == 0
+    assert len(json.loads(out)["sources"]) == 3
+    code, out, _ = run("stats", "--json", *PLACE)
+    facts = json.loads(out)
+    assert (code, facts["num_documents"], facts["tokenizer"]) == (0, 4, "demo")
+    assert facts["num_stored_chunks"] == facts["num_chunks"]
+
+
+def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
+    asked = [item["question"] for item in questions[:3]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
+    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", *PLACE)
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.strip()]) == 3
+    assert err.count("chunks from the store") == 3
+
+
+@pytest.mark.parametrize("condense", [None, "--condense", "--no-condense"])
+def test_chat_searches_for_what_a_follow_up_means_and_shows_it(run, questions, monkeypatch, condense):
+    """The embedded model cannot rephrase: it is not asked to unless told, and what it then writes is searched for."""
+    asked = [questions[0]["question"], "And where is that?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
+    flags = [condense] if condense else []
+    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", "--show-sources", *flags, *PLACE)
+    assert code == 0
+    shown = [line.removeprefix("searching for: ") for line in err.splitlines() if line.startswith("searching for: ")]
+    assert len(shown) == (condense == "--condense")
+    assert ("cannot rephrase" in err) == (condense is None)
+    searched = shown[0] if shown else asked[1]
+    found = run("search", searched, "-k", "2", "--index", "i")[1]
+    assert found.strip() in out
+
+
+def test_full_prefill_beside_requests_is_counted_by_ask_and_chat(run, questions, monkeypatch):
+    question = questions[0]["question"]
+    common = ("-k", "3", "--max-tokens", "8", *PLACE)
+    code, out, err = run("ask", question, "--shadow", "1", "--json", *common)
+    found = json.loads(out)
+    full = json.loads(run("ask", question, "--mode", "full", "--json", *common)[1])
+    assert code == 0
+    assert found["report"]["shadow"]["answers_identical"] == (found["answer"] == full["answer"])
+    assert "full prefill ran beside 1 of 1 answers" in err
+    assert json.loads(run("ask", question, "--json", *common)[1])["report"]["shadow"] is None
+    monkeypatch.setenv("RAGBLEND_SHADOW", "1.0")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:2]) + "\n\n"))
+    code, _, err = run("chat", *common)
+    assert code == 0
+    assert "full prefill ran beside 2 of 2 answers: first token the same in" in err.splitlines()[-1]
+
+
+def test_precompute_fills_the_store_for_another_dtype(run):
+    code, out, err = run("ask", "Who?", "--dtype", "bfloat16", *PLACE)
+    assert code == 1
+    assert "ragblend precompute --model demo" in err
+    code, out, _ = run("precompute", "--dtype", "bfloat16", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["num_new_kv"] > 0
+    code, out, _ = run("ask", "Who?", "--dtype", "bfloat16", "--max-tokens", "2", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["report"]["num_chunk_hits"] > 0
+
+
+def test_verify_repairs_what_it_finds_damaged(run, home):
+    assert run("verify", "--json", *PLACE)[0] == 0
+    path = sorted((home / "s").glob("??/*.safetensors"))[0]
+    broken = bytearray(path.read_bytes())
+    broken[-1] ^= 1
+    path.write_bytes(broken)
+    code, out, _ = run("verify", "--json", *PLACE)
+    report = json.loads(out)
+    assert (code, report["damaged"], list(report["damaged_keys"])) == (4, 1, [path.stem])
+    assert report["checked"] > 1
+    code, out, _ = run("verify", "--repair", "--json", *PLACE)
+    assert code == 0
+    code, out, _ = run("verify", "--json", *PLACE)
+    assert (code, json.loads(out)["damaged"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'holders_by_text'"),  # an index's pages
+        ("UPDATE stored_kv SET key = '../' || key WHERE key = (SELECT min(key) FROM stored_kv)",),
+    ],
+    ids=["structure", "key"],
+)
+def test_verify_repairs_a_damaged_registry_and_every_text_is_there_again(run, home, damage):
+    path = home / "s" / "texts.sqlite"
+
+    def rows():
+        with closing(sqlite3.connect(path)) as file:
+            tables = ("registered_texts", "text_holders", "stored_kv")
+            return [sorted(row[-2:] for row in file.execute(f"SELECT * FROM {table}")) for table in tables]
+
+    whole = rows()
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        for statement in damage:
+            file.execute(statement)
+    code, out, _ = run("verify", "--json", *PLACE)
+    assert (code, list(json.loads(out)["damaged_files"])) == (4, ["texts.sqlite"])
+    assert run("verify", "--repair", *PLACE)[0] == 0
+    assert run("verify", *PLACE)[0] == 0
+    assert rows() == whole
+
+
+def test_remove_and_gc_drop_kv(run, home):
+    sources = json.loads(run("stats", "--json", *PLACE)[1])["sources"]
+    code, out, _ = run("remove", sources[-1], "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["num_kv"] > 0
+    before = json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"]
+    code, out, _ = run("gc", "--max-size", "100KiB", "--dry-run", "--json", *PLACE)
+    assert code == 0
+    assert json.loads(out)["evicted"]
+    assert json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"] == before
+    run("gc", "--orphans", *PLACE)
+    assert json.loads(run("verify", "--json", *PLACE)[1])["orphans"] == 0
+    assert run(*INGEST)[0] == 0
+
+
+def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
+    sources = json.loads(run("stats", "--json", *PLACE)[1])["sources"]
+    code, out, _ = run("pin", sources[0], "--json", *PLACE)
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["num_stored"] == facts["num_chunks"] > 0
+    assert run("gc", "--max-size", "0", *PLACE)[0] == 0
+    stats = json.loads(run("stats", "--json", *PLACE)[1])
+    assert (stats["num_stored_chunks"], stats["pinned"]) == (facts["num_chunks"], [sources[0]])
+    assert json.loads(run("unpin", sources[0], "--store", "s", "--json")[1])["was_pinned"] is True
+    assert "was not pinned" in run("unpin", sources[0], "--store", "s")[1]
+    code, _, log = run("pin", "nowhere.md", *PLACE)
+    assert code == 3
+    assert "ragblend stats" in log
+    assert run(*INGEST)[0] == 0
+
+
+def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers_without_a_local_store(
+    run, tmp_path, questions
+):
+    remote = ["--remote", f"file://{tmp_path}/shared"]
+    place = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")]
+    assert run(*INGEST[:-4], *place, *remote)[0] == 0
+    stats = json.loads(run("stats", "--json", *place, *remote)[1])
+    assert stats["remote"]["reachable"]
+    assert stats["remote"]["num_stored_chunks"] == stats["num_stored_chunks"] > 0
+    assert stats["remote"]["store_bytes"] == stats["store_bytes"]
+    assert "answers in" in run("stats", *place, *remote)[1]
+    checks = json.loads(run("doctor", "--json", *place, *remote)[1])["checks"]
+    assert [check["ok"] for check in checks if check["name"] == "remote"] == [True]
+    assert run("gc", "--max-size", "0", *place)[0] == 0
+    question = questions[0]["question"]
+    code, out, _ = run("ask", question, "--json", "-k", "4", "--max-tokens", "8", *place, *remote)
+    assert code == 0
+    assert json.loads(out)["report"]["num_chunk_hits"] == 4
+
+
+def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_mends_it(run, home, questions, caplog):
+    system = ["--system", "Answer in one word; don't explain."]
+    ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
+    command = [sys.executable, "-m", "ragblend", *ask, "--json"]
+    path = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
+    (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
+    assert "3 of the 3 chunks of a prompt are stored in the store s behind another prefix (no system text)" in line
+    command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
+    assert run(*command[1:])[0] == 0
+    assert json.loads(run(*ask, "--json")[1])["report"]["num_chunk_hits"] == 3
+    assert not caplog.records
+
+
+def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
+    with socket.socket() as taken:  # bound, not listening: nobody answers
+        taken.bind(("127.0.0.1", 0))
+        remote = ["--remote", f"redis://:geheim@127.0.0.1:{taken.getsockname()[1]}/0"]
+        question = questions[0]["question"]
+        code, out, _ = run("ask", question, "--json", "-k", "4", "--max-tokens", "8", *PLACE, *remote)
+        assert code == 0
+        assert json.loads(out)["report"]["num_chunk_hits"] == 4
+        code, out, _ = run("doctor", *PLACE, *remote)
+        assert code == 1
+        assert "NO  remote" in out
+        assert "geheim" not in out
+        assert "not reachable" in run("stats", *PLACE, *remote)[1]
+
+
+def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_path):
+    remote = ["--remote", f"file://{tmp_path}/shared"]
+    num_stored = json.loads(run("stats", "--json", *PLACE)[1])["num_stored_chunks"]
+    for expected in ((num_stored, 0), (0, num_stored)):
+        code, out, _ = run("push", "--store", "s", "--json", *remote)
+        facts = json.loads(out)
+        assert code == 0
+        assert (facts["num_sent"], facts["num_known"], facts["num_dropped"]) == (*expected, 0)
+    assert json.loads(run("stats", "--json", *PLACE, *remote)[1])["remote"]["num_stored_chunks"] == num_stored
+    assert run("push", "--store", "s")[0] == 2
+    assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
+
+
+def test_what_an_ingestion_could_not_send_is_said_counted_and_pushed_later(run, tmp_path, caplog):
+    server = RedisServer(tmp_path)
+    place, remote = ["--index", str(tmp_path / "i"), "--store", str(tmp_path / "s")], ["--remote", server.url]
+    assert run(*INGEST[:-4], *place, *remote)[0] == 0
+    assert f"ragblend push --remote {server.url}" in caplog.text
+    server.start()
+    try:
+        stats = json.loads(run("stats", "--json", *place, *remote)[1])
+        assert stats["remote"]["num_missing"] == stats["num_stored_chunks"] > 0
+        assert f"ragblend push --remote {server.url}" in run("stats", *place, *remote)[1]
+        assert run("push", *place[2:], *remote)[0] == 0
+        assert json.loads(run("stats", "--json", *place, *remote)[1])["remote"]["num_missing"] == 0
+    finally:
+        server.kill()
+
+
+def test_a_push_that_a_full_remote_refuses_says_why(run, tmp_path):
+    server = RedisServer(tmp_path)
+    server.start("--maxmemory", "1", "--maxmemory-policy", "noeviction")
+    try:
+        code, out, _ = run("push", "--store", "s", "--remote", server.url)
+        assert (code, out[:13]) == (1, "0 chunks sent")  # it answers: not 5
+        assert "allkeys-lru" in out
+    finally:
+        server.kill()
+
+
+def test_doctor_names_what_is_missing_and_the_way_out(run):
+    code, out, _ = run("doctor", "--json", *PLACE)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0
+    assert checks["model"]["ok"]
+    assert "LlamaForCausalLM" in checks["model"]["finding"]
+    code, out, _ = run("doctor", "--model", "./nowhere", *PLACE)
+    assert code == 1
+    assert "mend:" in out
+
+
+@pytest.fixture
+def docs(tmp_path, monkeypatch) -> Path:
+    """A working folder of its own, with documents of every way to be named."""
+    folder = tmp_path / "work" / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.md").write_text("Alice Kern works for Nexon.")
+    (folder / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n"Tara Kern sings."\n')
+    (folder / "sub" / "b.md").write_text("James Bell plays chess.")
+    (folder / "logo.png").write_bytes(bytes(range(256)))
+    monkeypatch.chdir(folder.parent)
+    return folder
+
+
+def in_process(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = run_command(*arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_folder_ingested_again_from_elsewhere_is_followed_and_says_what_went(docs, capsys, monkeypatch):
+    place = ["--index", str(docs.parent / "i"), "--store", str(docs.parent / "s")]
+    code, out, _ = in_process(capsys, "ingest", ".", "--embedder", "hashing", *place)
+    assert (code, "1 files are no documents: docs/logo.png is a binary file" in out) == (0, True)
+    (docs / "a.md").unlink()
+    (docs / "r.jsonl").write_text('"Bob Fox lives in Norburg."\n')
+    monkeypatch.chdir(docs / "sub")
+    assert json.loads(in_process(capsys, "ingest", "..", "--keep-missing", "--json", *place)[1])["removed"] == []
+    code, out, _ = in_process(capsys, "ingest", "..", *place)
+    assert code == 0
+    assert f"gone: {docs}/r.jsonl#1, {docs}/a.md" in out
+    assert "2 KV caches of what is changed or gone removed" in out
+    stats = json.loads(in_process(capsys, "stats", "--json", *place)[1])
+    assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
+    assert stats["num_stored_chunks"] == 2
+    monkeypatch.chdir(docs.parent)
+    assert "  docs/r.jsonl#0\n" in in_process(capsys, "stats", *place)[1]
+    assert "docs/sub/b.md:0-23" in in_process(capsys, "search", "Who plays chess?", "--index", "i")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("docs", []),
+        ("./docs/sub/", ["a.md", "r.jsonl#0", "r.jsonl#1"]),
+        ("docs/r.jsonl", ["a.md", "sub/b.md"]),
+        ("docs/r.jsonl#1", ["a.md", "r.jsonl#0", "sub/b.md"]),
+        ("{docs}/a.md", ["r.jsonl#0", "r.jsonl#1", "sub/b.md"]),
+        ("docs/sub/../a.md", ["r.jsonl#0", "r.jsonl#1", "sub/b.md"]),
+    ],
+)
+def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, capsys, name, left):
+    name = name.format(docs=docs)
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    every = json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["sources"]
+    named = [source for source in every if source.removeprefix(f"{docs}/") not in left]
+    assert json.loads(in_process(capsys, "pin", name, "--json", *PLACE)[1])["sources"] == named
+    assert json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["pinned"] == sorted(named)
+    unpinned = json.loads(in_process(capsys, "unpin", name, "--store", "s", "--json")[1])
+    assert (sorted(unpinned["sources"]), unpinned["was_pinned"]) == (sorted(named), True)
+    assert json.loads(in_process(capsys, "remove", name, "--json", *PLACE)[1])["sources"] == named
+    stats = json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])
+    assert stats["sources"] == [f"{docs}/{name}" for name in left]
+    assert (stats["num_stored_chunks"], stats["pinned"]) == (len(left), [])
+
+
+def test_gc_of_orphans_says_what_it_takes(docs, capsys):
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    (docs.parent / "i").rename(docs.parent / "old")
+    (docs / "a.md").unlink()
+    assert in_process(capsys, "ingest", "docs", "--embedder", "hashing", *PLACE)[0] == 0
+    out = in_process(capsys, "gc", "--orphans", "--dry-run", *PLACE)[1]
+    assert "1 entries" in out
+    assert "1 registered text and 0 pins would go" in out
+    facts = json.loads(in_process(capsys, "gc", "--orphans", "--json", *PLACE)[1])
+    assert facts["texts"] == ["Alice Kern works for Nexon."]
+
+
+def test_another_chunk_size_is_said_on_the_way(docs, capsys):
+    in_process(capsys, "ingest", "docs", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
+    code, _, err = in_process(capsys, "ingest", "docs", *PLACE)
+    assert (code, "from now on" in err) == (0, False)
+    code, _, err = in_process(capsys, "ingest", "docs", "--chunk-size", "32", *PLACE)
+    assert (code, "chunks of 32 tokens from now on, before 64 tokens" in err) == (0, True)
+    assert json.loads(in_process(capsys, "stats", "--json", *PLACE)[1])["chunk_size"] == 32
+
+
+BAD_INPUT = {
+    "missing path": (["ingest", "nowhere"], 3, "nowhere"),
+    "missing index": (["ask", "Who?", "--index", "gone", "--store", "s"], 3, "ragblend ingest"),
+    "missing store": (["ask", "Who?", "--index", "i", "--store", "gone"], 3, "ragblend ingest"),
+    "missing model": (["ask", "Who?", "--model", "./gone", *PLACE], 3, "--model demo|local path"),
+    "ratio": (["ask", "Who?", "--ratio", "1.5", *PLACE], 2, "0 .* to 1"),
+    "shadow": (["ask", "Who?", "--shadow", "2", *PLACE], 2, "0 .* to 1"),
+    "mode": (["ask", "Who?", "--mode", "fast", *PLACE], 2, "blend, full"),
+    "remote": (["ask", "Who?", "--remote", "cache:6379", *PLACE], 2, "redis://HOST"),
+    "rule": (["ask", "Who?", "--rule", "best", *PLACE], 2, "cacheblend"),
+    "flag": (["ask", "Who?", "--no-such-flag"], 2, "no-such-flag"),
+    "empty question": (["ask", " ", *PLACE], 2, "question is empty"),
+    "prompt too long": (["ask", "Who? " * 3000, *PLACE], 1, "reads .*-k"),
+    "bytes that are no text": (["ask", "Where is the caf\udce9?", *PLACE], 2, "lone surrogate.*'Where is the caf"),
+    "a system text that is none": (["ask", "Who?", "--system", "caf\udce9", *PLACE], 2, "the system text holds"),
+    "a namespace that is none": (["ask", "Who?", "--namespace", "caf\udce9", *PLACE], 2, "the namespace holds"),
+    "no such device": (["ask", "Who?", "--device", "quantum", *PLACE], 2, "device is 'quantum'"),
+    "unknown document": (["remove", "gone.md", *PLACE], 3, "gone.md"),
+    "no document": (["remove", "", *PLACE], 2, "name is empty"),
+    "nothing named": (["ingest", "docs", "--glob", "/etc/*", *PLACE], 2, "relative pattern"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gives_one_clear_line_and_its_exit_code(run, case):
+    arguments, expected, message = BAD_INPUT[case]
+    code, out, err = run(*arguments)
+    assert code == expected, err
+    assert re.search(message, err.replace("\n", " ")), err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+UNREADABLE = {
+    "binary.txt": bytes(range(256)) * 10,
+    "garbage.md": bytes(0x80 + i % 97 for i in range(9000)),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), UNREADABLE.items())
+def test_unreadable_documents_are_named_and_the_exit_code_says_partial(run, home, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 6
+    assert name in out
+
+
+def test_one_bad_json_line_costs_that_line_and_the_exit_code_says_partial(run, tmp_path):
+    (tmp_path / "docs.jsonl").write_text('"Alice Kern works for Nexon."\n{"text": "cut\n"Bob Fox lives in Norburg."\n')
+    code, out, _ = run("ingest", str(tmp_path), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 6
+    assert re.search(r"not read: .*docs\.jsonl: .* left out: line 2 is not JSON", out)
+    assert "2 documents (0 unchanged), 2 chunks" in out
+
+
+def test_an_empty_corpus_is_an_error_with_the_way_out(run, tmp_path):
+    (tmp_path / "void").mkdir()
+    code, _, err = run("ingest", str(tmp_path / "void"), "--index", str(tmp_path / "i"), "--store", str(tmp_path / "s"))
+    assert code == 1
+    assert "nothing to ingest" in err
+
+
+def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).write_bytes((Path(cli.__file__).parent / "demo" / "weights" / name).read_bytes())
+    code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
+    assert code == 1
+    assert "sliding_attention" in err.replace("\n", " ")
+
+
+def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatch):
+    from ragblend.demo import show
+
+    monkeypatch.setattr(show, "NUM_QUESTIONS", 7)
+    code, out, _ = run("demo", "--dir", str(tmp_path / "demo"))
+    assert code == 0
+    shown, total = out.split("All 7 questions")
+    for mode in MODES:
+        lines = [line for line in shown.splitlines() if line.split()[:1] == [mode] and "ms" in line]
+        assert len(lines) == show.NUM_SHOWN
+        assert all((" right " in line) != (" WRONG " in line) for line in lines)
+        assert f"  {mode}" in total
+    assert shown.count("chunks from the store") == show.NUM_SHOWN
+    code, out, _ = run("demo", "--dir", str(tmp_path / "demo"), "--question", "Where is Borics based?", "--json")
+    facts = json.loads(out)
+    assert facts["ingest"]["num_new_kv"] == 0
+    assert facts["totals"]["full"]["num_questions"] == 0
+    assert set(facts["questions"][0]["modes"]) == set(MODES)
+    assert all(found["answer"] for found in facts["questions"][0]["modes"].values())
+
+
+def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Borics based?\nWhat does Nexon sell?\n\n"))
+    code, out, err = run("chat", "--demo", "--max-tokens", "8")
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.strip()]) == 2
+    assert err.count("chunks from the store") == 2
+
+
+def test_kv_dtype_is_chosen_at_ingest_kept_by_the_next_and_changed_by_precompute(run, questions, monkeypatch, tmp_path):
+    place = ["--index", "i", "--store", str(tmp_path / "kv"), "--json"]
+    ingest = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *place]
+    found = json.loads(run(*ingest, "--kv-dtype", "int8")[1])
+    num_chunks, nbytes = found["num_new_kv"], found["store_bytes"]
+    assert json.loads(run("stats", *place)[1])["kv_dtypes"] == {"int8": num_chunks}
+
+    def ask(*options: str) -> dict:
+        return json.loads(run("ask", questions[0]["question"], "-k", "4", "--max-tokens", "8", *options, *place)[1])
+
+    full, answer = ask("--mode", "full"), ask("--ratio", "1.0")
+    assert answer["answer"] == full["answer"]
+    assert {chunk["kv_dtype"] for chunk in answer["report"]["chunks"]} == {"int8"}
+    monkeypatch.setenv("RAGBLEND_KV_DTYPE", "fp8")
+    code, out, err = run(*ingest)
+    assert (code, json.loads(out)["num_other_kv"], json.loads(out)["num_new_kv"]) == (0, num_chunks, 0)
+    assert "ragblend precompute --kv-dtype fp8" in err
+    assert json.loads(run("precompute", *place)[1])["num_rewritten_kv"] == 0, "only the flag rewrites"
+    found = json.loads(run("precompute", "--kv-dtype", "auto", *place)[1])
+    assert found["num_rewritten_kv"] == num_chunks
+    assert found["store_bytes"] > 2 * nbytes
+    assert json.loads(run("stats", *place)[1])["kv_dtypes"] == {"float32": num_chunks}
+    code, _, err = run("precompute", "--kv-dtype", "int4", *place)
+    assert (code, "auto, int8, fp8" in err) == (2, True)
+
+
+def test_version_and_help(run):
+    from ragblend import __version__
+
+    assert run("--version")[1].strip() == __version__
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert command in out
+
+
+def test_import_ragblend_loads_nothing_heavy():
+    heavy = ["torch", "transformers", "langchain_core", "llama_index", "vllm", "faiss", "sentence_transformers"]
+    script = f"import sys, ragblend, ragblend.cli.app; print(sorted(set({heavy}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_left(monkeypatch):
+    from ragblend.cli import support as cli_support
+
+    clock, said = [0.0], []
+    monkeypatch.setattr(cli_support, "monotonic", lambda: clock[0])
+    tell = cli_support.progress_lines(said.append, every_s=10.0)
+    tell("prefill", 0, 100)
+    for done in range(1, 51):
+        clock[0] += 1.0
+        tell("prefill", done, 100)
+    assert said[0] == "prefill: 10 of 100, 90 s left, 1/s"
+    assert len(said) == 5
+    clock[0] += 10
+    tell("read", 3, None)
+    clock[0] += 10
+    tell("read", 8, None)
+    assert said[5:] == ["read: 8, 0.5/s"]
+
+
+def test_lists_of_counts():
+    from ragblend.cli.support import split_counts
+    from ragblend.errors import UsageError
+
+    assert split_counts("3, 6,12") == [3, 6, 12]
+    for wrong in ("3.5", "a"):
+        with pytest.raises(UsageError):
+            split_counts(wrong)

@@ -1,0 +1,670 @@
+"""The engine over HTTP against a scripted server: what is sent, what comes back, and every way it can go wrong.
+
+The server is a real HTTP server on a real socket; only vLLM behind it is a script.
+`tests/inside_vllm/test_serve.py` runs the same engine against vLLM itself.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.cli import app as cli
+from ragblend.config import Settings
+from ragblend.engine.api import Engine
+from ragblend.engine.hf.model import load_tokenizer
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.vllm.client import Connection, VllmClient, events
+from ragblend.engine.vllm.params import PARAMS_KEY, VllmReport, parse_params
+from ragblend.errors import (
+    BackendUnreachableError,
+    EngineClosedError,
+    NotFoundError,
+    PromptTooLongError,
+    RagblendError,
+    StoreMismatchError,
+    UsageError,
+)
+from ragblend.frameworks.conversation import ChatSession
+from ragblend.llm import ChatBlend
+from ragblend.precompute import precompute_documents
+from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.segmenter import Segmenter
+from ragblend.upkeep.maintenance import examine_vllm
+
+A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
+PROMPT = SegmentedPrompt([A, B], "Where does George Keller live?")
+FINGERPRINT = "0123456789abcdef"
+END = 2  # the demo model's end token
+
+
+def event(token_ids: list[int] = (), finish: str | None = None, **more: Any) -> str:  # type: ignore[assignment]
+    choice = {"index": 0, "text": "", "token_ids": list(token_ids), "finish_reason": finish}
+    return f"data: {json.dumps({'choices': [choice], **more})}\n\n"
+
+
+class Script:
+    """What the server says: tokens of the answer, statuses to give first, and where to hang up."""
+
+    def __init__(self) -> None:
+        self.blends = True
+        self.api_key: str | None = None
+        self.answer: list[int] = []
+        self.full_answer: list[int] | None = None  # to requests of mode "full", where that is another one
+        self.finish = "stop"
+        self.report: VllmReport | None = None
+        self.statuses: list[tuple[int, str]] = []  # given to completions, one each, before the first answer
+        self.hang_up_after: int | None = None  # events of a stream
+        self.extra_events: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.stored: set[str] = set()
+        self.prefetches = True  # False: a server that was started before there was a prefetch
+        self.prefetched: list[str] = []
+        self.stores = True  # whether an ingested chunk appears in the store
+        self.default_prefix: tuple[int, ...] = ()
+        self.gate: threading.Event | None = None
+        self.broken = threading.Event()  # a client went away while we wrote
+        self.num_requests = 0
+
+    def key(self, body: dict[str, Any]) -> str:
+        params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
+        ((start, end),) = params.spans
+        return chunk_key(FINGERPRINT, body["prompt"][:start], body["prompt"][start:end], params.namespace)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    script: Script
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+    def send_json(self, value: Any, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def allowed(self) -> bool:
+        self.script.num_requests += 1
+        if self.script.api_key and self.headers.get("Authorization") != f"Bearer {self.script.api_key}":
+            self.send_json({"error": "Unauthorized"}, 401)
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        if not self.allowed():
+            return
+        if self.path == "/v1/models":
+            self.send_json({"data": [{"id": "demo", "root": "/weights", "max_model_len": 512}]})
+        elif self.path == "/v1/ragblend" and self.script.blends:
+            self.send_json({"fingerprint": FINGERPRINT, "bytes_per_token": 100, "context_length": 512})
+        else:
+            self.send_json({"detail": "Not Found"}, 404)
+
+    def do_POST(self) -> None:
+        script = self.script
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.allowed():
+            return
+        if self.path == "/v1/ragblend/prefetch" and script.prefetches:
+            script.prefetched += body["keys"]
+            self.send_json({"num_keys": len(body["keys"])})
+        elif self.path == "/v1/ragblend/prefetch":
+            self.send_json({"detail": "Not Found"}, 404)
+        elif self.path == "/v1/ragblend/stored":
+            self.send_json({"stored": [key in script.stored for key in body["keys"]]})
+        elif self.path == "/v1/ragblend/forget":
+            found = script.stored.intersection(body["keys"])
+            script.stored -= found
+            self.send_json({"num_removed": len(found)})
+        else:
+            script.bodies.append(body)
+            if script.statuses:
+                status, said = script.statuses.pop(0)
+                self.send_json({"error": {"message": said, "code": status}}, status)
+            else:
+                self.stream(body)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        script = self.script
+        mode = body.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("mode")
+        answer = script.full_answer if mode == "full" and script.full_answer is not None else script.answer
+        ingest = mode == "ingest"
+        if ingest:
+            answer = [7]
+            if script.stores:
+                script.stored.add(script.key(body))
+        pieces = [event([token]) for token in answer[:-1]] + [event(answer[-1:], script.finish)]
+        if script.report is not None and not ingest:
+            pieces.append(
+                "data: " + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: script.report.as_dict()}})
+            )
+            pieces.append("\n\n")
+        pieces += [*script.extra_events, "data: [DONE]\n\n"]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for number, piece in enumerate(pieces):
+            if number == script.hang_up_after:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if number and script.gate is not None:
+                script.gate.wait(20)
+            data = piece.encode()
+            try:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            except OSError:
+                script.broken.set()
+                return
+        self.wfile.write(b"0\r\n\r\n")
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that hangs up is what some tests are about
+            super().handle_error(request, client_address)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def url(script: Script) -> Iterator[str]:
+    server = Server(("127.0.0.1", 0), type("Scripted", (Handler,), {"script": script}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmClient]:
+    monkeypatch.setattr("ragblend.engine.vllm.client._FIRST_PAUSE_S", 0.01)
+    engine = load_engine("demo", backend=url, on_miss="inline")
+    assert isinstance(engine, VllmClient)
+    engine.connection._first_pause_s = 0.01
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def segmenter() -> Segmenter:
+    tokenizer, path = load_tokenizer("demo")
+    return Segmenter(tokenizer, prompt_format(tokenizer, path))
+
+
+def ids(segmenter: Segmenter, text: str) -> list[int]:
+    return segmenter.text_ids(" " + text)
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [None, "auto", 0, 1])
+def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient, script: Script, ratio: Any) -> None:
+    script.report = VllmReport("blend", "cacheblend_k", 0.05, predicted_agreement=0.97)
+    report = client.generate(PROMPT, recompute_ratio=ratio, max_tokens=3).report
+    assert script.bodies[0]["kv_transfer_params"][PARAMS_KEY]["ratio"] == ratio
+    assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.05, 0.97)
+
+
+def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
+    script.answer = [*ids(segmenter, "Kinport"), END]
+    answer = client.generate(
+        PROMPT, mode="blend", rule="first_k", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
+        stop=["."],
+    )  # fmt: skip
+    (body,) = script.bodies
+    tokenized = segmenter.tokenize(PROMPT)
+    assert body["prompt"] == tokenized.token_ids
+    assert (body["model"], body["max_tokens"], body["temperature"], body["top_p"], body["seed"], body["stop"]) == (
+        "demo", 9, 0.5, 0.9, 4, ["."],
+    )  # fmt: skip
+    assert body["stream"] is body["return_token_ids"] is True
+    params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
+    assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "first_k", 0.3, 4)
+    assert params.spans == tuple((chunk.start, chunk.end) for chunk in tokenized.chunk_segments)
+    for span, chunk in zip(params.spans, (A, B), strict=True):
+        assert tuple(body["prompt"][slice(*span)]) == segmenter.chunk_ids(chunk)
+    assert (answer.text, answer.finish_reason) == ("Kinport", "stop")
+    assert answer.token_ids == script.answer[:-1]  # the end token is no part of the answer
+
+
+def test_the_answers_length_is_what_the_context_leaves(client: VllmClient, script: Script) -> None:
+    script.answer = [END]
+    client.generate(PROMPT, max_tokens=10_000)
+    assert script.bodies[0]["max_tokens"] == 512 - len(script.bodies[0]["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mode": "fast"}, "fast"),
+        ({"rule": "best"}, "best"),
+        ({"recompute_ratio": 1.5}, "1.5"),
+        ({"max_tokens": 0}, "0"),
+        ({"temperature": -1.0}, "-1.0"),
+        ({"top_p": 0.0}, "0.0"),
+        ({"stop": [""]}, "empty"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_sent(
+    client: VllmClient, script: Script, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        client.stream(PROMPT, **options)
+    assert script.bodies == []
+
+
+def test_a_prompt_beyond_the_servers_context_is_refused_here(client: VllmClient, script: Script) -> None:
+    with pytest.raises(PromptTooLongError, match="512"):
+        client.stream(SegmentedPrompt([A] * 200, "who?"))
+    assert script.bodies == []
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_the_connectors_with_what_only_the_client_knows(
+    client: VllmClient, script: Script, segmenter: Segmenter
+) -> None:
+    script.answer = [*ids(segmenter, "Kinport"), END]
+    script.report = VllmReport(
+        "blend", "cacheblend_k", 0.15, 2, 1, 20, 3, charged_budget=0.25, load_s=0.5, prefix_match=["exact", None]
+    )
+    report = client.generate(PROMPT).report
+    assert (report.rule, report.num_chunks, report.num_chunk_hits, report.num_reused_tokens) == (
+        "cacheblend_k", 2, 1, 20,
+    )  # fmt: skip
+    assert (report.num_recomputed_tokens, report.charged_budget, report.load_s) == (3, 0.25, 0.5)
+    assert [(chunk.hit, chunk.prefix_match) for chunk in report.chunks] == [(True, "exact"), (False, None)]
+    assert report.prompt_tokens == segmenter.tokenize(PROMPT).num_tokens
+    assert report.ttft_s > 0
+    assert report.completion_tokens == len(script.answer) - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "whole"), [("Kinport", True, True), ("Kinport or", True, False), ("Synon", False, False)]
+)
+def test_shadowed_requests_are_asked_again_in_full_and_counted(
+    url: str, script: Script, segmenter: Segmenter, said: str, first: bool, whole: bool
+) -> None:
+    script.answer = [*ids(segmenter, "Kinport"), END]
+    script.full_answer = [*ids(segmenter, said), END]
+    script.report = VllmReport("blend", "first_k", 0.3, num_chunks=2, prefix_match=["exact", "exact"])
+    with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
+        report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
+        engine.generate(PROMPT, temperature=0.7, max_tokens=9)  # what a sampled answer would have been is not known
+        engine.generate(PROMPT, mode="full", max_tokens=9)
+        engine.flush_shadow()
+        counters = engine.shadow
+    assert report.shadow is not None
+    assert (report.shadow.first_token_agrees, report.shadow.answers_identical) == (first, whole)
+    assert report.shadow.first_token_kl is None
+    assert (counters.num_requests, counters.num_shadowed, counters.num_answers_same) == (1, 1, int(whole))
+    assert counters.mean_first_token_kl is None
+    modes = sorted(parse_params(body["kv_transfer_params"][PARAMS_KEY]).mode for body in script.bodies)
+    assert modes == ["blend", "blend", "full", "full"]
+
+
+def test_a_stop_string_ends_the_text_even_where_the_server_sends_on(
+    client: VllmClient, script: Script, segmenter: Segmenter
+) -> None:
+    script.answer = ids(segmenter, "Kinport Synon Kinport")
+    script.finish = "length"
+    answer = client.generate(PROMPT, stop=["Synon"])
+    assert (answer.text, answer.finish_reason) == ("Kinport ", "stop")
+
+
+def test_pieces_come_as_they_are_made_and_closing_hangs_up(
+    client: VllmClient, script: Script, segmenter: Segmenter
+) -> None:
+    script.answer = ids(segmenter, "Kinport") * 400
+    script.gate = threading.Event()
+    stream = client.stream(PROMPT)
+    assert next(stream) == "Kinport"  # the server waits at the gate: nothing else has been sent
+    stream.close()
+    script.gate.set()
+    assert script.broken.wait(20)
+    assert (stream.result.text, stream.result.finish_reason) == ("Kinport", "cancelled")
+
+
+def test_events_skip_comments_and_other_fields() -> None:
+    lines = [": ping", "event: x", 'data: {"a": 1}', "", 'data:{"a": 2}', "data: [DONE]", 'data: {"a": 3}']
+    assert list(events(lines)) == [{"a": 1}, {"a": 2}]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_connection_says_how_to_start_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BackendUnreachableError, match="ragblend serve") as failure:
+        load_engine("demo", backend="http://127.0.0.1:9", max_retries=0)
+    assert failure.value.exit_code == 5
+
+
+def test_the_command_line_exits_5_when_the_server_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ragblend.engine.vllm.client.MAX_RETRIES", 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ragblend", "ask", "who?", "--backend", "http://127.0.0.1:9"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 5
+    assert "ragblend serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["http://", "http://host:port", "ftp://host", "llama"])
+def test_a_backend_that_is_none_is_a_usage_error(backend: str) -> None:
+    with pytest.raises(UsageError, match="http://HOST:PORT"):
+        load_engine("demo", backend=backend)
+    with pytest.raises(UsageError):
+        Connection(backend)
+
+
+def test_a_wrong_api_key_says_where_it_goes(url: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    script.api_key = "right"
+    monkeypatch.delenv("RAGBLEND_API_KEY", raising=False)
+    with pytest.raises(RagblendError, match="RAGBLEND_API_KEY"):
+        load_engine("demo", backend=url)
+    with pytest.raises(RagblendError, match="RAGBLEND_API_KEY"):
+        load_engine("demo", backend=url, api_key="wrong")
+    load_engine("demo", backend=url, api_key="right").close()
+    monkeypatch.setenv("RAGBLEND_API_KEY", "right")
+    load_engine("demo", backend=url).close()
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "error", "shown"),
+    [
+        (400, "prompt is strange", UsageError, "prompt is strange"),
+        (400, "This model's maximum context length is 512 tokens", PromptTooLongError, "512"),
+        (404, "The model `x` does not exist", NotFoundError, "does not exist"),
+        (500, "worker died", RagblendError, "worker died"),
+    ],
+)
+def test_an_error_is_raised_once_with_what_the_server_said(
+    client: VllmClient, script: Script, status: int, said: str, error: type[RagblendError], shown: str
+) -> None:
+    script.statuses = [(status, said)]
+    script.answer = [END]
+    with pytest.raises(error, match=shown):
+        client.generate(PROMPT)
+    assert len(script.bodies) == 1
+
+
+def test_a_busy_server_is_asked_again_and_then_given_up(client: VllmClient, script: Script) -> None:
+    script.answer = [5, END]
+    script.statuses = [(503, "starting"), (429, "busy")]
+    assert client.generate(PROMPT).token_ids == [5]
+    assert len(script.bodies) == 3
+    script.statuses = [(503, "starting")] * 3
+    with pytest.raises(BackendUnreachableError, match="starting"):
+        client.generate(PROMPT)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
+    client: VllmClient, script: Script, after: int
+) -> None:
+    script.answer = [5, 6, 7, 8, END]
+    script.hang_up_after = after
+    stream = client.stream(PROMPT)
+    with pytest.raises(BackendUnreachableError, match="went away"):
+        list(stream)
+    assert stream.result.token_ids == script.answer[:after]
+    assert len(script.bodies) == 1  # what has begun is not begun again
+    script.hang_up_after = None
+    assert client.generate(PROMPT).token_ids == [5, 6, 7, 8]
+
+
+def test_a_stream_without_its_end_mark_is_an_error() -> None:
+    with pytest.raises(BackendUnreachableError, match="before it was complete"):
+        list(events(['data: {"a": 1}']))
+    with pytest.raises(BackendUnreachableError, match="instead of JSON"):
+        list(events(["data: <html>"]))
+
+
+def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) -> None:
+    script.answer = [5, 6]
+    script.extra_events = ['data: {"error": {"message": "out of blocks"}}\n\n']
+    with pytest.raises(RagblendError, match="out of blocks"):
+        client.generate(PROMPT)
+
+
+def test_another_models_server_is_refused(url: str) -> None:
+    with pytest.raises(NotFoundError):
+        load_engine("some/where/else", backend=url)
+
+
+def test_a_store_object_or_a_dtype_cannot_be_sent(url: str) -> None:
+    with pytest.raises(UsageError, match="directory"):
+        load_engine("demo", object(), backend=url)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="where the server starts"):
+        load_engine("demo", backend=url, dtype="bfloat16")
+
+
+def test_a_model_the_server_does_not_run_is_refused(url: str, tmp_path: Path) -> None:
+    weights = Path(load_tokenizer("demo")[1])
+    with pytest.raises(StoreMismatchError, match="--model demo"):
+        load_engine(str(weights), backend=url)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def test_precompute_sends_each_missing_chunk_once(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
+    assert not client.is_stored(A)
+    report = precompute_documents([A, B, A], client)
+    assert (report.num_new_kv, report.num_known_kv) == (2, 0)
+    assert client.is_stored(A)
+    assert client.is_stored(B)
+    assert precompute_documents([A, B], client).num_new_kv == 0
+    assert len(script.bodies) == 2
+    for body in script.bodies:
+        params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
+        params.check_length(len(body["prompt"]))
+        assert (params.mode, body["max_tokens"]) == ("ingest", 1)
+    assert client.key(A) in script.stored
+    assert client.forget(A)
+    assert not client.forget(A)
+    assert not client.is_stored(A)
+
+
+def test_prefetch_names_the_chunks_and_is_only_a_hint(
+    client: VllmClient, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.prefetch([A, B])
+    assert script.prefetched == [client.key(A), client.key(B)]
+    before = script.num_requests
+    client.prefetch([])
+    assert script.num_requests == before
+    script.prefetches = False
+    client.prefetch([A])
+    assert "nothing is prefetched" in caplog.text
+
+
+def test_a_vllm_without_ragblend_is_not_asked_to_prefetch(script: Script, url: str) -> None:
+    script.blends = False
+    with load_engine("demo", backend=url) as plain:
+        before = script.num_requests
+        plain.prefetch([A])
+    assert script.num_requests == before
+
+
+def test_namespaces_have_keys_of_their_own(url: str, script: Script) -> None:
+    with load_engine("demo", backend=url, namespace="ann") as ann, load_engine("demo", backend=url) as nobody:
+        ann.precompute(A)
+        assert ann.is_stored(A)
+        assert not nobody.is_stored(A)
+
+
+def test_a_chunk_that_does_not_appear_in_the_store_is_an_error(client: VllmClient, script: Script) -> None:
+    script.stores = False
+    with pytest.raises(RagblendError, match="ragblend doctor"):
+        client.precompute(A)
+
+
+def test_missed_chunks_are_ingested_in_the_background(url: str, script: Script) -> None:
+    script.answer = [5, END]
+    script.report = VllmReport("blend", "cacheblend_k", 0.15, 2, 1, prefix_match=["exact", None])
+    engine: Any = load_engine("demo", backend=url)
+    engine.generate(PROMPT)
+    engine.flush()
+    assert [engine.is_stored(chunk) for chunk in (A, B)] == [False, True]
+    engine.close()
+
+
+def test_texts_are_remembered_in_a_directory_of_the_client(url: str, script: Script, tmp_path: Path) -> None:
+    with load_engine("demo", tmp_path / "texts", backend=url) as engine:
+        precompute_documents([A, B], engine)
+    script.answer = [5, END]
+    script.bodies.clear()
+    chat = ChatBlend(model="demo", store=str(tmp_path / "texts"), backend=url, on_miss="inline", api_key="k")
+    message = chat.invoke(f"Context:\n\n{A}\n\n{B}\n\nWhere does George Keller live?")
+    assert isinstance(message, AIMessage)
+    assert len(script.bodies[-1]["kv_transfer_params"][PARAMS_KEY]["spans"]) == 2
+    assert chat.api_key is None
+    again = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert again.engine is chat.engine
+    chat.engine.close()
+    with pytest.raises(RagblendError, match="load it again"):
+        again.invoke("who?")
+    anew = ChatBlend(**chat.model_dump(exclude_none=True), api_key="k")
+    assert anew.invoke("who?").response_metadata["finish_reason"] == "stop"
+    anew.engine.close()
+
+
+# --- what is said, and how it ends ------------------------------------------------------------------------------------
+
+
+def test_kv_that_the_server_has_behind_no_system_text_is_said_once(
+    url: str, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    with load_engine("demo", backend=url) as plain:
+        precompute_documents([A, B], plain)
+    with load_engine("demo", backend=url, system="Be brief.", on_miss="inline") as engine:
+        for _ in range(3):
+            engine.generate(SegmentedPrompt([A, B], "Who?", "Be brief."))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"2 of the 2 chunks of a prompt are stored in the store {url} behind another prefix (no system text)" in line
+    assert f"ragblend precompute --model demo --backend {url} --system 'Be brief.'" in line
+
+
+def test_a_server_that_has_none_of_the_chunks_is_said_after_a_few_requests_or_at_the_end(
+    url: str, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    for num_requests, text in ((5, "none of the 6 chunks in the first 3 prompts"), (1, "none of the 2 chunks in a pr")):
+        caplog.clear()
+        with load_engine("demo", backend=url, on_miss="inline") as engine:
+            for _ in range(num_requests):
+                engine.generate(PROMPT)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(text)
+        assert f"ragblend ingest DOCS --model demo --backend {url}" in record.getMessage()
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script, segmenter: Segmenter) -> None:
+    """Read to its middle, by a thread that waits for the server, and not begun."""
+    script.answer = ids(segmenter, "Kinport") * 4
+    script.gate = threading.Event()  # the server holds back all but the first token
+    engine: Any = load_engine("demo", backend=url)
+    waiting, unread = engine.stream(PROMPT), engine.stream(PROMPT)
+    next(waiting)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(waiting))
+    thread.start()
+    half = engine.stream(PROMPT)
+    next(half)
+    engine.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert (ended, list(half), list(unread)) == ([], [], [])
+    assert [stream.result.finish_reason for stream in (waiting, half, unread)] == ["cancelled"] * 3
+    assert waiting.result.text == half.result.text == "Kinport"
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.generate(PROMPT)
+    engine.close()
+    script.gate.set()
+
+
+# --- a vLLM without ragblend ------------------------------------------------------------------------------------------
+
+
+def test_plain_vllm_answers_and_says_that_it_reuses_nothing(
+    url: str, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.blends = False
+    script.answer = [5, END]
+    with load_engine("demo", backend=url) as engine:
+        assert "reuses no chunks" in caplog.text
+        answer = engine.generate(PROMPT)
+        assert (answer.token_ids, answer.report.mode, answer.report.num_chunk_hits) == ([5], "full", 0)
+        assert "kv_transfer_params" not in script.bodies[0]
+        assert not engine.is_stored(A)
+        with pytest.raises(RagblendError, match="ragblend serve"):
+            engine.precompute(A)
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, script: Script) -> None:
+    script.answer = [5, END]
+    session = ChatSession(client)
+    list(session.stream([A], "Where?"))
+    list(session.stream([A, B], "And who?"))
+    first, second = (body["kv_transfer_params"][PARAMS_KEY]["spans"] for body in script.bodies)
+    assert (len(first), len(second)) == (1, 2)
+    assert script.bodies[1]["prompt"][: len(script.bodies[0]["prompt"])] == script.bodies[0]["prompt"]
+
+
+@pytest.mark.parametrize(("blends", "shown"), [(True, "blends demo"), (False, "without ragblend")])
+def test_doctor_looks_at_the_server(url: str, script: Script, blends: bool, shown: str) -> None:
+    script.blends = blends
+    (check,) = examine_vllm(Settings(backend=url))
+    assert check.ok is blends
+    assert shown in check.finding
+
+
+def test_a_client_is_an_engine(client: VllmClient) -> None:
+    engine: Engine = client
+    methods: list[Callable[..., Any]] = [
+        engine.generate,
+        engine.stream,
+        engine.precompute,
+        engine.prefetch,
+        engine.forget,
+    ]
+    assert all(map(callable, methods))
+    assert (engine.name, engine.context_length, engine.bytes_per_token) == ("demo", 512, 100)
+
+
+def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script: Script, url: str) -> None:
+    defaults = {"memory_gib": 2.0, "disk_gib": 0.0, "remote": None, "eviction": "lru", "quota_gib": 0.0}
+    load_engine("demo", backend=url, **defaults).close()  # what the command line passes when nothing is set
+    for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"memory_gib": 0.0}):
+        [name] = setting
+        with pytest.raises(UsageError, match=f"RAGBLEND_{name.upper()}=... ragblend serve"):
+            load_engine("demo", backend=url, **setting)

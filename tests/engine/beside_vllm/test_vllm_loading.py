@@ -1,0 +1,148 @@
+"""What vLLM's scheduler knows of loading, without vLLM: memory as the worker tells it, decisions, reading ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tier_support import make_kv
+
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.machine import machine_facts, serving_facts
+from ragblend.engine.tuning.pipeline import MachineProfile, decide
+from ragblend.engine.vllm.loading import Loading, MemoryChange, MemoryWatch, ReadAhead
+from ragblend.engine.vllm.worker import StoredSpan
+
+KVS = [make_kv(seed, tokens=20) for seed in range(6)]
+KEYS = [kv.header.key for kv in KVS]
+NBYTES = KVS[0].nbytes
+MACHINE = MachineProfile("tiny", {}, 30, NBYTES // 20, ((1000.0, 1.0),), bytes_per_s={"disk": NBYTES / 20 * 1000 / 0.6})
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> DiskStore:
+    disk = DiskStore(tmp_path_factory.mktemp("kv"), fsync=False)
+    for kv in KVS:
+        disk.put(kv)
+    return disk
+
+
+def spans(count: int) -> tuple[StoredSpan, ...]:
+    return tuple(StoredSpan(5 + 20 * at, 25 + 20 * at, KEYS[at], "approximate", False) for at in range(count))
+
+
+def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    one = serving_facts(None)
+    assert one["threads"] == "3"
+    assert len({str(facts) for facts in (one, machine_facts(), serving_facts(None, 2), serving_facts("a GPU"))}) == 4
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert serving_facts(None)["threads"] == "0-3"
+    assert serving_facts("a GPU") == {**one, "gpu": "a GPU", "threads": None}
+
+
+def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore) -> None:
+    memory = MemoryStore(2 * NBYTES)
+    watch = MemoryWatch(TieredStore(memory, disk))
+    assert watch.change(False) is None
+    assert watch.change(True) == ((), ())
+    for kv in KVS[:3]:  # the third pushes out the first
+        memory.put(kv)
+    change = watch.change(False)
+    assert change is not None
+    assert (set(change.come), change.gone) == (set(KEYS[1:3]), ())
+    assert watch.change(False) is None
+    memory.delete(KEYS[1])
+    memory.put(KVS[3])
+    assert watch.change(True) == ((KEYS[3],), (KEYS[1],))
+    without = MemoryWatch(TieredStore(disk))
+    assert (without.change(False), without.change(True)) == (None, ((), ()))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.integers(0, 5)), max_size=30), st.integers(0, 3))
+def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], every: int) -> None:
+    memory = MemoryStore(3 * NBYTES)
+    watch, loading = MemoryWatch(TieredStore(memory)), Loading(MACHINE, None)  # type: ignore[arg-type]
+    for number, (what, index) in enumerate(steps):
+        memory.put(KVS[index]) if what == "put" else memory.delete(KEYS[index])
+        if number % (every + 1) == 0 and (change := watch.change(False)) is not None:
+            loading.note(change)
+    loading.note(watch.change(True) or MemoryChange())
+    assert {key for key in KEYS if loading.holds(key)} == set(memory.keys())
+
+
+@pytest.mark.parametrize("in_memory", [0, 1, 3])
+def test_only_what_is_not_in_memory_has_to_be_loaded(disk: DiskStore, in_memory: int) -> None:
+    loading = Loading(MACHINE, disk)
+    loading.note(MemoryChange(tuple(KEYS[:in_memory])))
+    found = loading.decide(0.15, 75, 5, spans(3))
+    assert found == decide(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
+    assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
+    assert (found.ratio > 0.15) == (in_memory < 3)
+
+
+def test_after_a_rest_the_workers_are_asked_once(disk: DiskStore) -> None:
+    loading = Loading(MACHINE, disk)
+    loading.request_came("a")
+    assert loading.asks
+    loading.note(MemoryChange())
+    assert not loading.asks
+    loading.request_came("b")
+    loading.request_went("a")
+    loading.request_came("c")
+    assert loading.is_current  # it has been working all the time
+    for name in ("b", "c", "b", "never came"):
+        loading.request_went(name)
+    assert loading.is_current
+    loading.request_came("d")
+    assert loading.asks
+    assert not Loading(None, disk).asks
+
+
+def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused(disk: DiskStore) -> None:
+    loading, ahead = Loading(None, disk), ReadAhead(disk, 100 * NBYTES)
+    ahead.waits("a", KEYS[:2])
+    assert ahead.take(loading) == []  # it may have its turn with the next step
+    assert ahead.take(loading) == KEYS[:2]
+    assert ahead.take(loading) == []
+    ahead.starts("a")
+    ahead.waits("b", KEYS[1:4])
+    assert [ahead.take(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
+    ahead.ends("a")
+    loading.note(MemoryChange((KEYS[1],)))
+    assert ahead.take(loading) == KEYS[2:4]
+
+
+def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead(disk: DiskStore) -> None:
+    loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
+    ahead.waits("a", KEYS[:2])
+    assert [ahead.take(loading) for _ in range(3)] == [[], [], []]
+    loading.note(MemoryChange())
+    assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:2]]
+
+
+def test_what_is_read_ahead_fits_into_memory(disk: DiskStore) -> None:
+    loading, ahead = Loading(None, disk), ReadAhead(disk, 4 * NBYTES)
+    for name, keys in (("large", KEYS[:3]), ("first", KEYS[:2]), ("second", KEYS[2:4]), ("gone", KEYS[4:])):
+        ahead.waits(name, keys)
+    ahead.ends("gone")
+    assert [ahead.take(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
+    ahead.ends("first")
+    assert ahead.take(loading) == KEYS[2:4]
+    no_memory = ReadAhead(disk, 0)
+    no_memory.waits("a", KEYS)
+    assert [no_memory.take(loading) for _ in range(3)] == [[], [], []]
+
+
+def test_chunks_that_are_gone_meanwhile_are_left_out(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, fsync=False)
+    disk.put(KVS[0])
+    loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
+    loading.note(MemoryChange())
+    ahead.waits("a", KEYS[:2])
+    assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:1]]
+    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.6e-3)

@@ -1,0 +1,157 @@
+"""The remote tier as the vLLM connector uses it, without vLLM: its settings, and chunks that come to the local disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import RedisServer, TcpProxy, running_redis
+from tier_support import DictValues, assert_same, make_kv
+
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
+from ragblend.errors import UsageError
+
+pytestmark = pytest.mark.timeout(120)
+KVS = [make_kv(seed, tokens=20) for seed in range(12)]
+KEYS = [kv.header.key for kv in KVS]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+def wait_for(arrival: Arrival) -> None:
+    waiting = threading.Event()
+    while not arrival.is_over:
+        waiting.wait(0.005)
+
+
+@pytest.fixture
+def made() -> Iterator[list[RemoteFetch]]:
+    """Closes what a test puts in."""
+    made: list[RemoteFetch] = []
+    yield made
+    for fetch in made:
+        fetch.close()
+
+
+def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
+    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetch]
+) -> None:
+    remote, disk = open_remote(redis_server.url), DiskStore(tmp_path)
+    for kv in KVS[:10]:
+        remote.put(kv)
+    assert remote.flush(30)
+    made.append(RemoteFetch(remote, disk, timeout_s=60))
+    wait_for(made[0].start(KEYS))
+    for kv in KVS[:10]:
+        assert_same(disk.get(kv.header.key, kv.header.token_ids), kv)
+    assert not any(disk.contains(key) for key in KEYS[10:])
+    assert remote.counters.num_hits == 10
+
+
+def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: list[RemoteFetch]) -> None:
+    values, gate = DictValues(), threading.Event()
+    values.data = {kv.header.key: encode_chunk(kv) for kv in KVS}
+    ask = values.get
+    values.get = lambda name: (gate.wait(60), ask(name))[1]  # type: ignore[method-assign]
+    made.append(RemoteFetch(RemoteStore(values, timeout_s=60), DiskStore(tmp_path), timeout_s=60))
+    arrivals = [made[0].start(KEYS[:3]) for _ in range(20)]
+    assert not any(arrival.is_over for arrival in arrivals)
+    gate.set()
+    for arrival in arrivals:
+        wait_for(arrival)
+    assert values.calls == ["get"] * 3
+
+
+def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
+    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetch]
+) -> None:
+    proxy = TcpProxy(redis_server.port)
+    proxy.mode = "hang"
+    remote = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.3)
+    made.append(RemoteFetch(remote, DiskStore(tmp_path), timeout_s=0.3))
+    arrival = made[0].start(KEYS)  # more than are fetched at once
+    wait_for(arrival)
+    assert remote.counters.num_failures >= 1
+    assert list(DiskStore(tmp_path).keys()) == []
+    proxy.close()
+
+
+def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetch]) -> None:
+    """64 chunks from a server that takes 0.2 s for each, 8 at a time: what came in 0.3 s is on the disk, the rest is
+    not asked for behind the request's back."""
+    values, kvs = DictValues(), [make_kv(seed) for seed in range(64)]
+    values.data = {kv.header.key: encode_chunk(kv) for kv in kvs}
+    ask = values.get
+    values.get = lambda name: (time.sleep(0.2), ask(name))[1]  # type: ignore[func-returns-value, method-assign]
+    disk = DiskStore(tmp_path)
+    made.append(RemoteFetch(RemoteStore(values, timeout_s=0.3), disk, timeout_s=0.3))
+    wait_for(made[0].start([kv.header.key for kv in kvs]))
+    time.sleep(0.7)
+    assert 8 <= len(list(disk.keys())) <= 16
+    assert values.calls.count("get") <= 16
+
+
+@pytest.mark.parametrize("trouble", ["down", "lying"])
+def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
+    trouble: str, tmp_path: Path, made: list[RemoteFetch]
+) -> None:
+    values, disk = DictValues(), DiskStore(tmp_path)
+    values.data = {key: encode_chunk(KVS[0]) for key in KEYS}  # right for the first key only
+    values.is_down = trouble == "down"
+    breaker = CircuitBreaker(pause_s=1000)
+    made.append(RemoteFetch(RemoteStore(values, timeout_s=60, breaker=breaker), disk, timeout_s=60))
+    wait_for(made[0].start(KEYS))
+    assert list(disk.keys()) == ([] if trouble == "down" else KEYS[:1])
+    counters = made[0].remote.counters
+    assert (counters.num_failures > 0, counters.num_damaged) == ((True, 0) if trouble == "down" else (False, 11))
+    assert breaker.is_closed == (trouble == "lying")
+    num_asked = len(values.calls)
+    wait_for(made[0].start(KEYS[:1]))
+    assert len(values.calls) == num_asked  # here by now, or left alone
+
+
+def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetch]) -> None:
+    values = DictValues()
+    values.data = {KEYS[0]: encode_chunk(KVS[0])}
+    made.append(RemoteFetch(RemoteStore(values), MemoryStore(10), timeout_s=60))
+    wait_for(made[0].start(KEYS[:1]))
+    wait_for(made[0].start(KEYS[:1]))
+
+
+def test_settings_come_from_the_environment_where_none_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "EVICTION": "gdsf", "RATIO": "0.9"}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"RAGBLEND_{name}", value)
+    config = ConnectorConfig.read({"store": str(tmp_path), "disk_gib": 2, "quota_gib": {"a": 1}})
+    assert (config.remote, config.disk_gib, config.eviction) == ("redis://:secret@cache:6379/0", 2, "gdsf")
+    assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
+    assert ConnectorConfig.read({"remote": None}).remote is None
+    [disk] = config.open_local().tiers
+    assert isinstance(disk, DiskStore)
+    assert disk.capacity_bytes == 2 << 30
+    assert [type(tier) for tier in config.open_local(memory=True).tiers] == [MemoryStore, DiskStore]
+    assert [type(tier) for tier in config.open_shared().tiers] == [DiskStore, RemoteStore]
+    monkeypatch.setenv("RAGBLEND_DISK_GIB", "much")
+    with pytest.raises(UsageError, match="RAGBLEND_DISK_GIB"):
+        ConnectorConfig.read({})
+
+
+@pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
+def test_a_remote_that_is_none_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="remote"):
+        ConnectorConfig.read({"store": str(tmp_path), **extra}).open_shared()

@@ -1,0 +1,112 @@
+"""Refusals with a reason, from configuration objects that look like vLLM's. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragblend.engine.vllm.support import (
+    check_version,
+    refusals,
+    refuse_bent_attention,
+    refuse_kv_groups,
+    refuse_unsupported,
+)
+from ragblend.errors import RagblendError, UnsupportedModelError
+
+
+def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **rest: Any) -> Any:
+    """A configuration that is served, but for what is given."""
+    hf_config = SimpleNamespace(
+        **{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "rope_parameters": {}, **(hf or {})}
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"hf_config": hf_config, "dtype": torch.bfloat16, "model": "m", "max_model_len": 4096, **(model or {})}
+        ),
+        parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **rest.pop("parallel", {})}),
+        cache_config=SimpleNamespace(cache_dtype=rest.pop("cache_dtype", "auto")),
+        **rest,
+    )
+
+
+@pytest.mark.parametrize("found", [(0, 28), (0, 32), (0, 33)])
+def test_supported_versions_pass(found):
+    check_version(found)
+
+
+@pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 34), (1, 0)])
+def test_other_versions_are_refused_with_the_range(found):
+    with pytest.raises(RagblendError, match=r"0\.28 <= vllm < 0\.34"):
+        check_version(found)
+
+
+def test_what_is_supported_is_not_refused():
+    assert refusals(config()) == []
+    assert refusals(config(cache_dtype="bfloat16")) == []
+    assert refusals(config({"sliding_window": 4096, "use_sliding_window": False})) == []
+    assert refusals(config({"rope_parameters": {"rope_type": "llama3"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (config({"architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
+        (config({"architectures": None}), "unknown"),
+        (config({"sliding_window": 512}), "sliding window"),
+        (config({"layer_types": ["full_attention", "sliding_attention"]}), "sliding_attention"),
+        (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic'"),
+        (
+            config({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}),
+            "--max-model-len 2048",
+        ),
+        (config({"rope_parameters": {"mrope_section": [16, 24, 24]}}), "M-RoPE"),
+        (config(model={"is_multimodal_model": True}), "multimodal"),
+        (config(model={"use_mla": True}), "MLA"),
+        (config(model={"is_hybrid": True}), "recurrent"),
+        (config(parallel={"pipeline_parallel_size": 2}), "pipeline_parallel_size is 2"),
+        (config(parallel={"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
+        (config(cache_dtype="fp8"), "fp8"),
+        (config(lora_config=object()), "LoRA"),
+        (config(speculative_config=object()), "speculative"),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_do(refused, reason):
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
+        refuse_unsupported(refused)
+    assert "Serve it without" in str(error.value)
+
+
+def test_every_reason_is_named():
+    both = config({"sliding_window": 512}, parallel={"pipeline_parallel_size": 2})
+    assert len(refusals(both)) == 2
+
+
+def test_attention_that_is_no_plain_softmax_is_refused():
+    plain = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
+    refuse_bent_attention(SimpleNamespace(**plain))
+    refuse_bent_attention(SimpleNamespace(scale=0.5))
+    slopes = torch.ones(4)
+    for bend, named in (("logits_soft_cap", "soft cap"), ("alibi_slopes", "ALiBi"), ("sinks", "sinks")):
+        bent = SimpleNamespace(**{**plain, bend: 30.0 if bend == "logits_soft_cap" else slopes})
+        with pytest.raises(UnsupportedModelError, match=named):
+            refuse_bent_attention(bent)
+
+
+def test_more_than_one_kind_of_cache_is_refused():
+    class FullAttentionSpec:
+        sliding_window = None
+
+    class MambaSpec:
+        pass
+
+    def groups(*specs: Any) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+    refuse_kv_groups(groups(FullAttentionSpec()))
+    for refused in (groups(FullAttentionSpec(), MambaSpec()), groups(MambaSpec()), groups()):
+        with pytest.raises(UnsupportedModelError, match="one cache of full attention"):
+            refuse_kv_groups(refused)

@@ -1,0 +1,159 @@
+"""The report's figures against transformers' own eager attention and full prefill, over a model ragblend never saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference
+from test_fuse import INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full_prefill, make_prompt
+from torch import Tensor
+from transformers import DynamicCache
+
+from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, note_fidelity
+from ragblend.engine.fusion.fuse import Fused, FusePlan, Placement, relative_deviation
+from ragblend.engine.fusion.rules import RULES, Check, schedule
+from ragblend.engine.report import BlendReport
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.prompt.prompt import SegmentedPrompt
+
+CHECK_LAYER = 1
+
+
+def placements_of(prompt: Prompt) -> tuple[Placement, ...]:
+    """Where the chunks stand; their KV does not matter for counting."""
+
+    def stored(ids: list[int]) -> MemoryKV:
+        empty = LayerKV(torch.empty(1, len(ids), 1), torch.empty(1, len(ids), 1))
+        return MemoryKV(KVHeader("key", "model", (), tuple(ids), 6, "float32"), (empty,) * 6)
+
+    return tuple(Placement(stored(ids), start, start == PREFIX) for start, ids in prompt.starts("chunk"))
+
+
+def plan_of(prompt: Prompt, rule: str) -> FusePlan:
+    checks = schedule(RULES[rule], 0.15, 6)
+    return FusePlan(torch.tensor(prompt.ids), placements_of(prompt), RULES[rule], checks, len(prompt.prefix))
+
+
+def eager_attention(model: Any, prompt: Prompt, layers: tuple[int, ...]) -> Tensor:
+    """[T]: what the question attends to over the stale KV, by transformers, mean over layers, heads and queries."""
+    stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
+    kv, end = DynamicCache(), len(prompt.ids) - QUESTION
+    for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
+        kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
+    with torch.no_grad():
+        seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
+    return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
+
+
+@pytest.mark.parametrize("checks", [(Check(1, 0.15),), (Check(1, 0.4), Check(2, 0.3), Check(4, 0.15))])
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_attention_shares_are_those_of_eager_attention(family, checks, stock_model, tiny_layers):
+    prompt = make_prompt(31)
+    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
+    report = BlendReport("blend", "repair", 0.15)
+    note_fidelity(report, plan_of(prompt, "repair"), outcome.result)
+
+    mass = eager_attention(stock_model(family), prompt, tuple(check.layer for check in checks))
+    expected = {"exact": 0.0, "recomputed": 0.0, "stale": 0.0}
+    stored = [position for start, ids in prompt.starts("chunk")[1:] for position in range(start, start + len(ids))]
+    for position, share in enumerate(mass.tolist()):
+        stale = "recomputed" if position in outcome.recomputed else "stale"
+        expected[stale if position in stored else "exact"] += share
+    assert min(expected.values()) > 0.01
+    for name, share in expected.items():
+        assert getattr(report, f"attention_{name}") == pytest.approx(share, abs=1e-5)
+    assert report.attention_exact + report.attention_recomputed + report.attention_stale == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["cacheblend", "repair"])
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_layer(
+    family, rule, stock_model, tiny_layers
+):
+    prompt, model = make_prompt(32), stock_model(family)
+    outcome = blend(tiny_layers(family), prompt, 0.15, rule)
+    report = BlendReport("blend", rule, 0.15)
+    note_fidelity(report, plan_of(prompt, rule), outcome.result)
+
+    # Layer 0's output is exact, so what the check computes afresh at layer 1 is what full prefill has there.
+    _, full = full_prefill(model, prompt.ids)
+    stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
+    expected = []
+    for position in outcome.recomputed:
+        shares = [
+            (fresh[0, :, position] - stored[CHECK_LAYER][position]).norm() / fresh[0, :, position].norm()
+            for fresh, stored in (
+                (full.layers[CHECK_LAYER].keys, stale.keys),
+                (full.layers[CHECK_LAYER].values, stale.values),
+            )
+        ]
+        expected.append(float(sum(shares)) / 2)
+    assert report.mean_deviation == pytest.approx(sum(expected) / len(expected), rel=1e-3)
+    assert report.mean_deviation > 0.01
+
+
+@pytest.mark.parametrize(("rule", "ratio"), [("first_k", 0.15), ("cacheblend", 0.0), ("repair", 1.0)])
+def test_what_a_rule_did_not_look_at_is_none(rule, ratio, tiny_layers):
+    prompt = make_prompt(33)
+    report = BlendReport("blend", rule, ratio)
+    note_fidelity(report, plan_of(prompt, rule), blend(tiny_layers("llama"), prompt, ratio, rule).result)
+    assert (report.attention_exact, report.attention_stale, report.mean_deviation) == (None, None, None)
+
+
+def test_with_several_checks_the_deviation_is_the_first_ones(tiny_layers):
+    prompt, checks = make_prompt(34), (Check(1, 0.4), Check(3, 0.2))
+    several = blend(tiny_layers("llama"), prompt, rule="cacheblend", checks=checks)
+    once = blend(tiny_layers("llama"), prompt, 0.4, "cacheblend")
+    assert set(several.recomputed) < set(once.recomputed)
+    rows = torch.tensor(several.recomputed)
+    torch.testing.assert_close(several.result.deviation[rows], once.result.deviation[rows])
+
+
+def test_every_rank_reports_the_same_deviation():
+    """Two ranks with one KV head each see, after adding up, what one rank with both sees."""
+    generator = torch.Generator().manual_seed(3)
+    fresh, stored = (LayerKV(*torch.randn(2, 2, 9, 16, generator=generator)) for _ in range(2))
+    whole = relative_deviation(fresh, stored)
+    halves = [
+        (LayerKV(*(tensor[[rank]] for tensor in fresh)), LayerKV(*(tensor[[rank]] for tensor in stored)))
+        for rank in (0, 1)
+    ]
+    partial: list[Tensor] = []  # what the other rank adds, in the order of the calls
+    relative_deviation(*halves[1], lambda squares: partial.append(squares) or squares)
+    others = iter(partial)
+    torch.testing.assert_close(relative_deviation(*halves[0], lambda squares: squares + next(others)), whole)
+
+
+def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
+    prompt = Prompt([("chunk", [5, 6, 7]), ("chunk", [8, 9])])
+    plan = plan_of(prompt, "repair")
+    fused = Fused(torch.empty(0), torch.tensor([1]), attention=torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
+    assert attention_shares(plan, fused) == pytest.approx((0.25, 0.2, 0.55))
+
+
+def test_the_engines_report_has_the_shares_of_the_rule_that_ran(tiny_engine):
+    engine = tiny_engine("llama")
+    chunks = ["the theory of the other chunk", "question the chunk with that theory", "what the other question is"]
+    for chunk in chunks:
+        engine.precompute(chunk)
+    prompt = SegmentedPrompt(chunks, "what?")
+    asked = engine.generate(prompt, rule="repair", recompute_ratio=0.2, max_tokens=1).report
+    assert asked.attention_exact + asked.attention_recomputed + asked.attention_stale == pytest.approx(1)
+    assert f"{asked.attention_stale:.0%} of the question's attention on stale tokens" in asked.summary()
+    assert asked.mean_deviation > 0
+    measured = engine.generate(prompt, rule="cacheblend", recompute_ratio=0.2, max_tokens=1).report
+    assert (measured.attention_exact, measured.mean_deviation is None) == (None, False)
+    for mode in ("full", "prefix", "reuse"):
+        assert engine.generate(prompt, mode=mode, max_tokens=1).report.mean_deviation is None
+
+
+def test_first_token_kl_is_torchs_own():
+    generator = torch.Generator().manual_seed(1)
+    full, other = torch.randn(2, 300, generator=generator)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=full.double()), torch.distributions.Categorical(logits=other.double())
+    )
+    assert first_token_kl(full, other) == pytest.approx(float(expected), rel=1e-9)
+    assert 0 <= first_token_kl(full, full + 3) < 1e-12

@@ -1,0 +1,736 @@
+"""The fusor against two judges: the stock model's own full prefill, and a CacheBlend written independently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Reference, Span, gradual_shares
+from torch import Tensor
+from transformers import DynamicCache
+
+from ragblend.engine.fusion.attention import BLOCK_ROWS, attend_rows
+from ragblend.engine.fusion.fuse import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.rules import RULES, Check, Rule, schedule
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+
+PREFIX, QUESTION = 5, 7
+CHUNKS = (26, 17, 31)
+INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+RATIOS = (0.05, 0.15, 0.5)
+READ_AT = (1, 4)  # of layers 0 .. 5: where the question is read, over KV that is exact there, and over stale KV
+ATOL = 1e-4
+
+
+class Ready:
+    """A LayerSource whose KV is placed already."""
+
+    def wait(self, layer: int) -> None:
+        pass
+
+
+@dataclass
+class Prompt:
+    """Token ids of one prompt: spans in order, each ("prefix" | "chunk" | "missing" | "text", ids)."""
+
+    spans: list[tuple[str, list[int]]]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for _, ids in self.spans for token in ids]
+
+    @property
+    def prefix(self) -> list[int]:
+        kind, ids = self.spans[0]
+        return ids if kind == "prefix" else []
+
+    def starts(self, *kinds: str) -> list[tuple[int, list[int]]]:
+        found, position = [], 0
+        for kind, ids in self.spans:
+            if kind in kinds:
+                found.append((position, ids))
+            position += len(ids)
+        return found
+
+    def reference_spans(self) -> list[Span]:
+        spans, position = [], 0
+        for kind, ids in self.spans:
+            stored, behind = kind == "chunk", self.prefix
+            spans.append(Span(ids, stored, stored and bool(behind) and position == len(behind), behind))
+            position += len(ids)
+        return spans
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_prompt(seed: int = 0, chunks: tuple[int, ...] = CHUNKS, prefix: int = PREFIX) -> Prompt:
+    spans = [("prefix", random_ids(prefix, 1000 + seed))] if prefix else []
+    spans += [("chunk", random_ids(count, 10 * seed + index)) for index, count in enumerate(chunks)]
+    return Prompt([*spans, ("text", random_ids(QUESTION, 2000 + seed))])
+
+
+def store_chunk(layers: TransformersLayers, prefix_ids: list[int], ids: list[int]) -> MemoryKV:
+    return _store_chunk(layers, tuple(prefix_ids), tuple(ids))
+
+
+@cache
+def _store_chunk(layers: TransformersLayers, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> MemoryKV:
+    header = KVHeader("key", "model", prefix_ids, ids, layers.num_layers, "float32")
+    return prefill_chunk(layers, prefix_kv(layers, prefix_ids), header)
+
+
+def prefix_kv(layers: TransformersLayers, prefix_ids: Sequence[int]) -> FusedKV:
+    fused = FusedKV.allocate(layers.kv_shapes, len(prefix_ids), layers.like)
+    if prefix_ids:
+        fuse(layers, FusePlan(torch.tensor(prefix_ids), (), RULES["first_k"], (Check(0, 0.0),)), fused, Ready())
+    return fused
+
+
+@dataclass
+class Outcome:
+    logits: Tensor
+    recomputed: list[int]
+    fused: FusedKV
+    result: Fused
+
+
+def blend(
+    layers: TransformersLayers,
+    prompt: Prompt,
+    ratio: float = 0.15,
+    rule: str = "cacheblend",
+    checks: tuple[Check, ...] | None = None,
+    change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
+    separators: Sequence[int] = (),
+    first_layer: Callable[[Tensor], LayerKV] | None = None,
+    **plan_fields: Any,
+) -> Outcome:
+    """Fuse `prompt`: its prefix resident, its chunks stored behind the prefix, the first one exact."""
+    placements = [
+        Placement(store_chunk(layers, prompt.prefix, ids), start, start == len(prompt.prefix) > 0)
+        for start, ids in prompt.starts("chunk")
+    ]
+    placements = change(placements)
+    fused = FusedKV.allocate(layers.kv_shapes, len(prompt.ids), layers.like)
+    for layer in range(layers.num_layers):  # what is neither written nor placed must not be read
+        fused.keys(layer).fill_(torch.nan)
+        fused.values(layer).fill_(torch.nan)
+    fused.copy_front(prefix_kv(layers, prompt.prefix), len(prompt.prefix))
+    schedule_ = schedule(RULES[rule], ratio, layers.num_layers, checks)
+    template = torch.zeros(len(prompt.ids), dtype=torch.bool)
+    template[list(separators)] = True
+    plan = FusePlan(
+        torch.tensor(prompt.ids),
+        tuple(placements),
+        RULES[rule],
+        schedule_,
+        len(prompt.prefix),
+        probe_layers=RULES[rule].probe_layers(schedule_, layers.num_layers),
+        separators=template,
+        **plan_fields,
+    )
+    with LayerLoader(
+        plan.placements, layers.num_layers, layers.place_keys, fused, layers.device, first_layer=first_layer
+    ) as loader:
+        result = fuse(layers, plan, fused, loader)
+    return Outcome(result.logits, result.recomputed.tolist(), fused, result)
+
+
+class Elsewhere:
+    """A chunk that has to be read, and whose stored layer 0 is no use."""
+
+    def __init__(self, kv: MemoryKV) -> None:
+        self.header, self.nbytes, self._kv = kv.header, kv.nbytes, kv
+
+    def layer(self, index: int) -> LayerKV:
+        keys, values = self._kv.layer(index)
+        return LayerKV(keys * torch.nan, values * torch.nan) if index == 0 else LayerKV(keys, values)
+
+    stored_layer = layer
+
+
+def blend_from_elsewhere(layers: TransformersLayers, *args: Any, **options: Any) -> Outcome:
+    """`blend`, with layer 0 computed from the token ids."""
+    return blend(
+        layers,
+        *args,
+        change=lambda placements: [placement._replace(kv=Elsewhere(placement.kv)) for placement in placements],
+        first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
+        **options,
+    )
+
+
+@torch.no_grad()
+def full_prefill(model: Any, ids: list[int]) -> tuple[Tensor, DynamicCache]:
+    kv = DynamicCache()
+    return model(torch.tensor([ids]), past_key_values=kv).logits[0, -1], kv
+
+
+def assert_same_kv(fused: FusedKV, kv: DynamicCache) -> None:
+    for index, layer in enumerate(kv.layers):
+        count = layer.keys.shape[2]
+        torch.testing.assert_close(fused.keys(index)[:, :count], layer.keys[0], atol=ATOL, rtol=0)
+        torch.testing.assert_close(fused.values(index)[:, :count], layer.values[0], atol=ATOL, rtol=0)
+
+
+# --- against full prefill ---
+
+
+@pytest.mark.parametrize("rule", ["cacheblend", "first_k"])
+def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, stock_model, tiny_layers):
+    prompt = make_prompt()
+    outcome = blend(tiny_layers(family), prompt, 1.0, rule)
+    logits, kv = full_prefill(stock_model(family), prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_ratio_one_is_full_prefill_with_every_rule(rule, stock_model, tiny_layers):
+    prompt = make_prompt(1)
+    outcome = blend(tiny_layers("qwen3"), prompt, 1.0, rule)
+    logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+def test_with_layer_0_computed_ratio_one_is_full_prefill(family, stock_model, tiny_layers):
+    prompt = make_prompt()
+    outcome = blend_from_elsewhere(tiny_layers(family), prompt, 1.0, "repair")
+    logits, kv = full_prefill(stock_model(family), prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("rule", ["repair", "cacheblend", "first_k"])
+@pytest.mark.parametrize("ratio", [0.0, 0.15])
+def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
+    """Selection, logits and all KV, the rows nobody recomputes included."""
+    layers, prompt = tiny_layers(family), make_prompt(6)
+    stored, computed = blend(layers, prompt, ratio, rule), blend_from_elsewhere(layers, prompt, ratio, rule)
+    assert computed.recomputed == stored.recomputed
+    torch.testing.assert_close(computed.logits, stored.logits, atol=1e-5, rtol=0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(computed.fused.keys(layer), stored.fused.keys(layer), atol=1e-5, rtol=0)
+        torch.testing.assert_close(computed.fused.values(layer), stored.fused.values(layer), atol=1e-5, rtol=0)
+
+
+def test_a_stale_chunk_is_far_from_full_prefill(family, stock_model, tiny_layers):
+    """Without this, `ratio 1.0 is exact` would also hold for a model in which reuse costs nothing."""
+    prompt = make_prompt()
+    outcome = blend(tiny_layers(family), prompt, 0.0)
+    logits, _ = full_prefill(stock_model(family), prompt.ids)
+    assert (outcome.logits - logits).abs().max() > 100 * ATOL
+    assert outcome.recomputed == []
+
+
+def test_intermediate_ratios_lie_between_full_reuse_and_full_prefill(family, stock_model, tiny_layers):
+    layers, model = tiny_layers(family), stock_model(family)
+    errors = dict.fromkeys((0.0, *RATIOS, 1.0), 0.0)
+    for seed in range(3):
+        prompt = make_prompt(seed)
+        _, kv = full_prefill(model, prompt.ids)
+        for ratio in errors:
+            fused = blend(layers, prompt, ratio).fused
+            errors[ratio] += sum(
+                float((fused.values(index) - layer.values[0]).square().mean()) for index, layer in enumerate(kv.layers)
+            )
+    assert errors[1.0] < 1e-6
+    for ratio in RATIOS:
+        assert errors[1.0] < errors[ratio] < errors[0.0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3_partial", "gemma", "qwen3_moe"])
+def test_a_missing_chunk_in_the_middle_is_computed_in_place(family, stock_model, tiny_layers):
+    prompt = make_prompt(2)
+    prompt.spans[2] = ("missing", prompt.spans[2][1])
+    logits, kv = full_prefill(stock_model(family), prompt.ids)
+    outcome = blend(tiny_layers(family), prompt, 1.0)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+def test_a_prompt_without_stored_chunks_is_full_prefill(stock_model, tiny_layers):
+    prompt = Prompt([("prefix", random_ids(5, 1)), ("missing", random_ids(20, 2)), ("text", random_ids(6, 3))])
+    logits, kv = full_prefill(stock_model("llama"), prompt.ids)
+    outcome = blend(tiny_layers("llama"), prompt, 0.15)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("chunks", [(9, 9, 9), (1, 2, 3), (70, 1), (2, 2)])
+def test_chunks_of_any_length_are_exact_at_ratio_one(chunks, stock_model, tiny_layers):
+    """Lengths equal to the number of KV heads, and single tokens, are where layouts get mixed up."""
+    for family in ("qwen3", "phi3"):
+        prompt = make_prompt(3, chunks)
+        logits, kv = full_prefill(stock_model(family), prompt.ids)
+        outcome = blend(tiny_layers(family), prompt, 1.0)
+        torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+        assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_the_same_chunk_twice_is_placed_twice(ratio, stock_model, tiny_layers):
+    prompt = make_prompt(4)
+    prompt.spans[3] = prompt.spans[2] = prompt.spans[1]
+    outcome = blend(tiny_layers("llama"), prompt, ratio)
+    expected = Reference(stock_model("llama")).blend(prompt.reference_spans(), {1: ratio})
+    torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
+    if ratio == 1.0:
+        torch.testing.assert_close(outcome.logits, full_prefill(stock_model("llama"), prompt.ids)[0], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(ratio, stock_model, tiny_layers):
+    prompt = make_prompt(5)
+    prompt.spans.pop()
+    outcome = blend(tiny_layers("llama"), prompt, ratio)
+    expected = Reference(stock_model("llama")).blend(prompt.reference_spans(), {1: ratio})
+    torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
+    assert outcome.recomputed == expected.selected
+
+
+def test_a_prompt_of_one_exact_chunk_is_full_prefill(stock_model, tiny_layers):
+    prompt = Prompt([("prefix", random_ids(4, 1)), ("chunk", random_ids(20, 2))])
+    outcome = blend(tiny_layers("qwen3"), prompt, 0.15)
+    logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_scaling", "yarn", "phi3", "gemma", "granite"])
+def test_decoding_from_fused_kv_gives_the_stock_models_greedy_tokens(family, stock_model, tiny_layers):
+    prompt, layers = make_prompt(6), tiny_layers(family)
+    expected = stock_model(family).generate(
+        torch.tensor([prompt.ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1
+    )
+    outcome = blend(layers, prompt, 1.0)
+    logits, fused, tokens = outcome.logits, outcome.fused, []
+    with torch.inference_mode():
+        for _ in range(12):
+            tokens.append(int(logits.index_fill(0, torch.tensor([2]), -torch.inf).argmax()))  # min_new_tokens bans EOS
+            hidden, rows = layers.embed(torch.tensor(tokens[-1:])), torch.tensor([fused.length])
+            for layer in range(layers.num_layers):
+                hidden = layers.run_layer(layer, hidden, rows, fused)
+            fused.length += 1
+            logits = layers.logits(hidden)[-1]
+    assert tokens == expected[0, len(prompt.ids) :].tolist()
+
+
+# --- against the independent CacheBlend ---
+
+
+def assert_same_blend(outcome: Outcome, expected: Any) -> None:
+    assert outcome.recomputed == expected.selected
+    torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
+    for layer, (keys, values) in enumerate(zip(expected.keys, expected.values, strict=True)):
+        torch.testing.assert_close(outcome.fused.keys(layer), keys.transpose(0, 1), atol=ATOL, rtol=0)
+        torch.testing.assert_close(outcome.fused.values(layer), values.transpose(0, 1), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+@pytest.mark.parametrize(("rule", "deviation"), [("cacheblend", "v"), ("cacheblend_k", "k")])
+def test_blending_agrees_with_the_independent_cacheblend(family, rule, deviation, stock_model, tiny_layers):
+    prompt, reference = make_prompt(7), Reference(stock_model(family))
+    for ratio in RATIOS:
+        expected = reference.blend(prompt.reference_spans(), {1: ratio}, deviation)
+        assert expected.selected
+        assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule), expected)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+@pytest.mark.parametrize("layer", READ_AT)
+def test_asking_the_question_agrees_with_the_independent_reference(family, layer, stock_model, tiny_layers):
+    prompt, reference = make_prompt(21), Reference(stock_model(family))
+    separators = [start for start, _ in prompt.starts("chunk")]
+    for ratio in RATIOS:
+        narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
+        expected = reference.blend(prompt.reference_spans(), dict(checks), "repair", narrow, separators, [layer])
+        assert expected.selected
+        outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks, separators=separators)
+        assert_same_blend(outcome, expected)
+
+
+@pytest.mark.parametrize("layer", READ_AT)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_asking_the_question_over_a_hole_agrees_with_the_reference(layer, ratio, stock_model, tiny_layers):
+    """A missing chunk and loose text between chunks run ahead with the question; only the question's queries count."""
+    prompt = make_prompt(22, (12, 20, 9, 15))
+    prompt.spans[2] = ("missing", prompt.spans[2][1])
+    prompt.spans.insert(4, ("text", random_ids(4, 5)))
+    narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
+    expected = Reference(stock_model("qwen3")).blend(
+        prompt.reference_spans(), dict(checks), "repair", narrow, (), [layer]
+    )
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, rule="repair", checks=checks), expected)
+
+
+@pytest.mark.parametrize("checks", [(Check(2, 0.3),), (Check(1, 0.4), Check(4, 0.1)), (Check(1, 1.0), Check(3, 0.2))])
+def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_model, tiny_layers):
+    prompt = make_prompt(23)
+    shares, read = dict(checks), [check.layer for check in checks]
+    narrow = RULES["repair"].candidates(checks[0].ratio)
+    expected = Reference(stock_model("qwen2")).blend(prompt.reference_spans(), shares, "repair", narrow, (), read)
+    assert_same_blend(blend(tiny_layers("qwen2"), prompt, rule="repair", checks=checks), expected)
+
+
+def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
+    """[T] what the question attends to in `layers` over stale KV: transformers' own eager attention over a cache put
+    together from the stored chunks."""
+    stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
+    kv, end = DynamicCache(), len(prompt.ids) - QUESTION
+    for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
+        kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
+    with torch.no_grad():
+        seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
+    return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
+    prompt = make_prompt(24)
+    checks = (Check(1, 0.4), Check(2, 0.3), Check(3, 0.2), Check(4, 0.1))
+    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
+    expected = attended(stock_model(family), prompt, [check.layer for check in checks])
+    torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers, monkeypatch):
+    """In every layer, over nothing but stale KV; and what was run ahead leaves no trace in what is fused then."""
+    prompt, layers = make_prompt(26), tiny_layers(family)
+    outcome = blend(layers, prompt, ratio, "ask")
+    expected = attended(stock_model(family), prompt, range(layers.num_layers))
+    torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
+    first, end = PREFIX + CHUNKS[0], len(prompt.ids) - QUESTION  # the first chunk is exact
+    count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
+    top = expected[first:end].topk(count).indices + first
+    assert outcome.recomputed == sorted(top.tolist())
+    given = Rule("given", lambda evidence: expected[evidence.positions], needs_deviation=False)
+    monkeypatch.setitem(RULES, "given", given)
+    without = blend(layers, prompt, ratio, "given")
+    torch.testing.assert_close(outcome.logits, without.logits, atol=1e-5, rtol=0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(outcome.fused.keys(layer), without.fused.keys(layer), atol=1e-5, rtol=0)
+        torch.testing.assert_close(outcome.fused.values(layer), without.fused.values(layer), atol=1e-5, rtol=0)
+    rows = outcome.result.rows_per_layer
+    assert rows == [count, *[count + QUESTION] * (layers.num_layers - 1)], (
+        "the question is charged wherever it ran ahead"
+    )
+
+
+@pytest.mark.parametrize("layer", READ_AT)
+def test_template_tokens_are_chosen_only_when_nothing_else_is_left(layer, tiny_layers):
+    prompt, candidates = make_prompt(25), sum(CHUNKS[1:])
+    first = PREFIX + CHUNKS[0]
+    separators = list(range(first, first + 20))
+
+    def chosen(ratio: float) -> list[int]:
+        checks = (Check(layer, ratio),)
+        return blend(tiny_layers("llama"), prompt, rule="repair", checks=checks, separators=separators).recomputed
+
+    few = chosen(0.3)
+    assert len(few) == 23  # ceil(0.3 * 74)
+    assert not set(few) & set(separators)
+    many = chosen(0.45)
+    assert len(many) == 34
+    assert len(set(many) & set(separators)) == 34 - (candidates - 20)
+
+
+@pytest.mark.parametrize(("rule", "layer"), [*(("repair", layer) for layer in READ_AT), ("cacheblend", 1)])
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, layer, hole, tiny_layers):
+    layers, prompt = tiny_layers("qwen3"), make_prompt(27, (12, 20, 9, 15))
+    if hole:
+        prompt.spans[2] = ("missing", prompt.spans[2][1])
+    end = len(prompt.ids) - QUESTION
+    checks = (Check(layer, 0.15),)
+    whole, asked = (blend(layers, prompt, 0.15, rule, checks, num_fused=last) for last in (None, end))
+    assert asked.recomputed == whole.recomputed != []
+    assert (asked.fused.length, asked.logits.numel()) == (end, 0)
+    for layer in range(layers.num_layers):
+        torch.testing.assert_close(asked.fused.keys(layer)[:, :end], whole.fused.keys(layer)[:, :end])
+        torch.testing.assert_close(asked.fused.values(layer)[:, :end], whole.fused.values(layer)[:, :end])
+    if rule == "cacheblend":  # nothing is asked, so nothing is run behind the end
+        assert asked.fused.keys(0)[:, end:].isnan().all()
+        assert asked.result.rows_per_layer == whole.result.rows_per_layer
+    else:
+        torch.testing.assert_close(asked.result.attention, whole.result.attention)
+        rows = whole.result.rows_per_layer
+        # Layer 0 of the question is run again by whoever computes it.
+        assert asked.result.rows_per_layer == pytest.approx([rows[0] + QUESTION, *rows[1:]])
+
+
+@pytest.mark.parametrize("layer", READ_AT)
+def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(layer, tiny_layers):
+    layers, prompt, checks = tiny_layers("llama"), make_prompt(28), (Check(layer, 0.15),)
+    alone, three = (
+        blend(layers, prompt, rule="repair", checks=checks, sum_over_ranks=sums)
+        for sums in (None, lambda each: 3 * each)
+    )
+    assert three.recomputed == alone.recomputed
+    torch.testing.assert_close(three.result.attention, alone.result.attention)
+    assert float(three.result.attention.sum()) == pytest.approx(1)
+
+
+def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):
+    layers = tiny_layers("llama")
+    narrowed, kept, candidates = 45, 12, sum(CHUNKS[1:])  # ceil(0.6 * 74), ceil(0.15 * 74)
+    result = blend(layers, make_prompt(26), 0.15, "repair").result
+    check = QUESTION + narrowed * layers.kv_share
+    assert result.rows_per_layer == pytest.approx([narrowed, kept + check, kept, kept, kept, kept])
+    assert result.fixed_cost == pytest.approx(check)
+    assert result.probe_s > 0
+    deep = blend(layers, make_prompt(26), 0.15, "repair", (Check(4, 0.15),)).result
+    asked = narrowed + QUESTION
+    assert deep.rows_per_layer == pytest.approx([narrowed, asked, asked, asked, kept + check, kept])
+    assert deep.fixed_cost == pytest.approx(check)
+    for ratio in (0.0, 1.0):  # nothing to choose
+        result = blend(layers, make_prompt(26), ratio, "repair").result
+        assert result.attention is None
+        assert result.rows_per_layer == [candidates * ratio] * 6
+
+
+@pytest.mark.parametrize("family", INDEPENDENT)
+def test_gradual_filtering_agrees_with_the_independent_one(family, stock_model, tiny_layers):
+    prompt, reference = make_prompt(8), Reference(stock_model(family))
+    for ratio in (0.15, 0.5):
+        shares = gradual_shares(ratio, num_layers=6)
+        assert sum(shares.values()) / len(shares) == pytest.approx(ratio)
+        expected = reference.blend(prompt.reference_spans(), shares)
+        assert_same_blend(blend(tiny_layers(family), prompt, ratio, "cacheblend_gradual"), expected)
+
+
+@pytest.mark.parametrize(
+    "shares", [{2: 0.3}, {5: 0.2}, {1: 0.6, 3: 0.2}, {1: 1.0, 2: 0.5, 5: 0.05}, {0: 0.4}, {1: 0.4, 4: 0.0}]
+)
+def test_several_check_layers_agree_with_the_independent_cacheblend(shares, stock_model, tiny_layers):
+    prompt, reference = make_prompt(9), Reference(stock_model("qwen2"))
+    # At layer 0 both see rounding noise instead of deviations, so only layers above it have an order to agree on.
+    if 0 in shares:
+        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+        assert len(outcome.recomputed) == 30  # ceil(0.4 * 74)
+        return
+    expected = reference.blend(prompt.reference_spans(), shares)
+    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+    assert_same_blend(outcome, expected)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_hole_between_chunks_agrees_with_the_independent_cacheblend(ratio, stock_model, tiny_layers):
+    prompt = make_prompt(10, (12, 20, 9, 15))
+    prompt.spans[2] = ("missing", prompt.spans[2][1])
+    prompt.spans.insert(4, ("text", random_ids(4, 5)))
+    expected = Reference(stock_model("qwen3")).blend(prompt.reference_spans(), {1: ratio})
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio), expected)
+
+
+def test_without_a_prefix_no_chunk_is_exact_and_the_reference_agrees(stock_model, tiny_layers):
+    """The first chunk's own deviation is rounding noise then, so the selection must come from the others."""
+    prompt = make_prompt(11, prefix=0)
+    expected = Reference(stock_model("llama")).blend(prompt.reference_spans(), {1: 0.15})
+    outcome = blend(tiny_layers("llama"), prompt, 0.15)
+    assert_same_blend(outcome, expected)
+    assert min(outcome.recomputed) >= CHUNKS[0]
+
+
+def test_the_ratio_counts_all_chunk_tokens_and_is_capped_at_the_candidates(tiny_layers):
+    prompt = make_prompt(12)  # 74 chunk tokens, of which 26 are exact
+    counts = {ratio: len(blend(tiny_layers("llama"), prompt, ratio).recomputed) for ratio in (0.05, 0.5, 0.64, 0.7)}
+    assert counts == {0.05: 4, 0.5: 37, 0.64: 48, 0.7: 48}
+
+
+def test_unselected_tokens_keep_their_stale_kv_from_the_check_layer_on(tiny_layers):
+    layers, prompt = tiny_layers("llama"), make_prompt(13)
+    stale, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, 0.3, checks=(Check(2, 0.3),))
+    first = PREFIX + CHUNKS[0]
+    kept = [row for row in range(first, first + sum(CHUNKS[1:])) if row not in outcome.recomputed]
+    for layer in (2, 3, 4, 5):
+        assert torch.equal(outcome.fused.keys(layer)[:, kept], stale.fused.keys(layer)[:, kept])
+        assert torch.equal(outcome.fused.values(layer)[:, kept], stale.fused.values(layer)[:, kept])
+        assert not torch.equal(
+            outcome.fused.values(layer)[:, outcome.recomputed], stale.fused.values(layer)[:, outcome.recomputed]
+        )
+
+
+@pytest.mark.parametrize("ratio", [0.15, 1.0])
+def test_the_exact_chunk_is_never_recomputed(family, ratio, tiny_layers):
+    layers, prompt = tiny_layers(family), make_prompt(14)
+    untouched, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, ratio)
+    exact = slice(0, PREFIX + CHUNKS[0])
+    assert min(outcome.recomputed) >= exact.stop
+    for layer in range(layers.num_layers):
+        assert torch.equal(outcome.fused.keys(layer)[:, exact], untouched.fused.keys(layer)[:, exact])
+        assert torch.equal(outcome.fused.values(layer)[:, exact], untouched.fused.values(layer)[:, exact])
+
+
+@pytest.mark.parametrize("rule", ["first_k", "random", "position"])
+def test_rules_without_deviation_run_only_the_chosen_tokens(rule, tiny_layers):
+    outcome = blend(tiny_layers("llama"), make_prompt(15), 0.25, rule)
+    assert len(outcome.recomputed) == 19  # ceil(0.25 * 74)
+    assert outcome.result.rows_per_layer == [19.0] * 6
+
+
+def test_first_k_recomputes_the_first_tokens_of_each_stale_chunk(tiny_layers):
+    outcome = blend(tiny_layers("llama"), make_prompt(16), 0.108, "first_k")  # ceil(0.108 * 74) = 8
+    second, third = PREFIX + CHUNKS[0], PREFIX + CHUNKS[0] + CHUNKS[1]
+    assert outcome.recomputed == [*range(second, second + 4), *range(third, third + 4)]
+
+
+def test_first_k_attends_like_the_independent_cacheblend(stock_model, tiny_layers):
+    """The reference takes the selection as given: chosen tokens count as computed, the others as stored one by one."""
+    prompt = make_prompt(17)
+    outcome = blend(tiny_layers("llama"), prompt, 0.25, "first_k")
+    chosen, spans = set(outcome.recomputed), []
+    position = 0
+    for span in prompt.reference_spans():
+        if not span.stored or span.exact:
+            spans.append(span)
+            position += len(span.ids)
+            continue
+        for offset, token in enumerate(span.ids):
+            stale = position not in chosen
+            spans.append(Span([token], stale, False, [*prompt.prefix, *span.ids[:offset]]))
+            position += 1
+    expected = Reference(stock_model("llama")).blend(spans, {1: 0.0})
+    torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
+
+
+def test_rows_per_layer_charges_the_probe_and_the_layers_before_the_check(tiny_layers):
+    layers = tiny_layers("llama")
+    rows = blend(layers, make_prompt(18), 0.15, checks=(Check(2, 0.15),)).result.rows_per_layer
+    candidates, kept = sum(CHUNKS[1:]), 12  # ceil(0.15 * 74)
+    assert rows == pytest.approx([candidates, candidates, kept + candidates * layers.kv_share, kept, kept, kept])
+    assert 0 < layers.kv_share < 0.5
+
+
+# --- causality ---
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma", "qwen3_moe"])
+def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
+    """Perturbing the last chunk's stored KV must leave every earlier row as it is, to the bit."""
+    layers, prompt = tiny_layers(family), make_prompt(19, (20, 24, 30))
+    third = PREFIX + 20 + 24
+
+    def perturb(placements: list[Placement]) -> list[Placement]:
+        kv = placements[-1].kv
+        changed = tuple(LayerKV(keys + 1.0, values - 1.0) for keys, values in kv.layers)
+        return [*placements[:-1], placements[-1]._replace(kv=MemoryKV(kv.header, changed))]
+
+    def rows_of_second_chunk(outcome: Outcome) -> list[int]:
+        return [row for row in outcome.recomputed if row < third]
+
+    # `position` and `random` would select other tokens; first_k does not look at the KV.
+    before = blend(layers, prompt, ratio, "first_k")
+    after = blend(layers, prompt, ratio, "first_k", change=perturb)
+    assert rows_of_second_chunk(before) == rows_of_second_chunk(after) != []
+    for layer in range(layers.num_layers):
+        assert torch.equal(before.fused.keys(layer)[:, :third], after.fused.keys(layer)[:, :third])
+        assert torch.equal(before.fused.values(layer)[:, :third], after.fused.values(layer)[:, :third])
+    if ratio < 1:
+        assert not torch.allclose(before.logits, after.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_selected_token_does_see_every_earlier_one(family, tiny_layers):
+    layers, prompt = tiny_layers(family), make_prompt(20)
+
+    def perturb(placements: list[Placement]) -> list[Placement]:
+        kv = placements[0].kv
+        changed = tuple(LayerKV(keys, values + 1.0) for keys, values in kv.layers)
+        return [placements[0]._replace(kv=MemoryKV(kv.header, changed)), *placements[1:]]
+
+    before = blend(layers, prompt, 0.3, "first_k")
+    after = blend(layers, prompt, 0.3, "first_k", change=perturb)
+    for row in before.recomputed:
+        assert (before.fused.values(3)[:, row] - after.fused.values(3)[:, row]).abs().max() > 1e-3
+
+
+# --- attention over scattered rows ---
+
+
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, rows: list[int], scale: float) -> Tensor:
+    group = query.shape[1] // keys.shape[1]
+    out = torch.empty_like(query)
+    for index, row in enumerate(rows):
+        for head in range(query.shape[1]):
+            scores = keys[0, head // group, : row + 1] @ query[0, head, index] * scale
+            out[0, head, index] = scores.softmax(0) @ values[0, head // group, : row + 1]
+    return out
+
+
+row_sets = st.one_of(
+    st.sets(st.integers(0, 219), min_size=1, max_size=150).map(sorted),
+    st.integers(0, 219).map(lambda row: [row]),
+    st.tuples(st.integers(0, 150), st.integers(1, 70)).map(lambda run: list(range(run[0], run[0] + run[1]))),
+    st.sampled_from([BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS, 2 * BLOCK_ROWS + 1]).map(
+        lambda count: list(range(220 - count, 220))
+    ),
+)
+
+
+@settings(max_examples=40)
+@given(rows=row_sets, kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10))
+def test_attend_rows_equals_a_naive_softmax(rows, kv_heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, 4, len(rows), 8, generator=generator)
+    keys = torch.randn(1, kv_heads, 220, 8, generator=generator)
+    values = torch.randn(1, kv_heads, 220, 8, generator=generator)
+    keys[:, :, rows[-1] + 1 :] = torch.nan  # nothing after the last row may be touched
+    values[:, :, rows[-1] + 1 :] = torch.nan
+    found = attend_rows(query, keys, values, torch.tensor(rows), 0.3)
+    torch.testing.assert_close(found, naive_attention(query, keys, values, rows, 0.3), atol=1e-5, rtol=0)
+
+
+# --- FusedKV ---
+
+
+def test_fused_kv_grows_when_written_beyond_its_capacity():
+    fused = FusedKV.allocate([(2, 4, 4)] * 2, 3, torch.empty(0))
+    for layer in range(2):
+        fused.write(layer, slice(0, 3), torch.full((2, 3, 4), 1.0), torch.full((2, 3, 4), 2.0))
+    for row in range(3, 200):
+        for layer in range(2):
+            fused.write(layer, torch.tensor([row]), torch.full((2, 1, 4), float(row)), torch.full((2, 1, 4), -1.0))
+    for layer in range(2):
+        assert (fused.keys(layer)[:, :3] == 1).all()
+        assert fused.keys(layer)[0, 3:200, 0].tolist() == list(range(3, 200))
+        assert (fused.values(layer)[:, :3] == 2).all()
+        assert (fused.values(layer)[:, 3:200] == -1).all()
+
+
+def test_a_chunk_prefilled_behind_a_prefix_leaves_the_prefix_as_it_was(tiny_layers):
+    layers, prefix_ids = tiny_layers("llama"), random_ids(6, 1)
+    prefix = prefix_kv(layers, prefix_ids)
+    before = [(prefix.keys(index)[:, :6].clone(), prefix.values(index)[:, :6].clone()) for index in range(6)]
+    header = KVHeader("key", "model", tuple(prefix_ids), tuple(random_ids(30, 2)), 6, "float32")
+    first = prefill_chunk(layers, prefix, header)
+    again = prefill_chunk(layers, prefix, header)
+    assert prefix.length == 6
+    for index, (keys, values) in enumerate(before):
+        assert torch.equal(prefix.keys(index)[:, :6], keys)
+        assert torch.equal(prefix.values(index)[:, :6], values)
+        assert torch.equal(first.layer(index).keys, again.layer(index).keys)
+
+
+def test_stored_keys_are_before_rope(family, stock_model, tiny_layers):
+    """The same chunk behind prefixes of different lengths has the same layer-0 keys."""
+    layers, ids = tiny_layers(family), random_ids(12, 3)
+    near, far = store_chunk(layers, random_ids(2, 1), ids), store_chunk(layers, random_ids(90, 2), ids)
+    torch.testing.assert_close(near.layer(0).keys, far.layer(0).keys, atol=1e-6, rtol=0)
+    torch.testing.assert_close(near.layer(0).values, far.layer(0).values, atol=1e-6, rtol=0)
+    assert (near.layer(1).values - far.layer(1).values).abs().max() > 1e-3

@@ -1,0 +1,133 @@
+"""Rotation agrees with transformers' own, composes, and refuses what cannot be placed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
+
+from ragblend.engine.fusion.rope import FIXED_FREQUENCY, exact_context, rotate, tables
+from ragblend.errors import UnsupportedModelError
+
+DIM = 16
+SCALINGS = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def llama_rotary(rope_parameters: dict[str, object]) -> LlamaRotaryEmbedding:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": DIM, "max_position_embeddings": 4096}
+    return LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=rope_parameters))
+
+
+def states(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rotate_agrees_with_transformers(scaling):
+    rotary, keys = llama_rotary(SCALINGS[scaling]), states(40)
+    positions = torch.arange(700, 740)
+    cos, sin = rotary(keys[None], positions[None])
+    expected, _ = apply_rotary_pos_emb(keys[None], keys[None], cos, sin)
+    torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected[0], atol=1e-6, rtol=0)
+    own = tables(rotary.inv_freq, positions, rotary.attention_scaling)
+    torch.testing.assert_close(rotate(keys, *own), expected[0], atol=1e-5, rtol=0)
+
+
+def test_the_scalings_do_differ():
+    """Otherwise the test above would say nothing about them."""
+    turned = []
+    for parameters in SCALINGS.values():
+        rotary = llama_rotary(parameters)
+        turned.append(rotate(states(4), *tables(rotary.inv_freq, torch.arange(700, 704), rotary.attention_scaling)))
+    for index, one in enumerate(turned):
+        for other in turned[index + 1 :]:
+            assert (one - other).abs().max() > 0.1
+
+
+def test_partial_rotary_turns_the_first_dimensions_and_agrees_with_transformers():
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, "pad_token_id": 0}
+    rotary, keys = Phi3RotaryEmbedding(Phi3Config(**sizes, rope_parameters=parameters)), states(9)
+    cos, sin = rotary(keys[None], torch.arange(30, 39)[None])
+    assert cos.shape[-1] == DIM // 2
+    expected, _ = apply_partial_rotary_pos_emb(keys[None], keys[None], cos, sin)
+    found = rotate(keys, cos[0], sin[0])
+    torch.testing.assert_close(found, expected[0], atol=1e-6, rtol=0)
+    assert torch.equal(found[..., DIM // 2 :], keys[..., DIM // 2 :])
+
+
+@given(first=st.integers(-4096, 4096), second=st.integers(-4096, 4096), scaling=st.sampled_from(sorted(SCALINGS)))
+def test_rotations_compose(first, second, scaling):
+    inv_freq, keys = llama_rotary(SCALINGS[scaling]).inv_freq, states(3)
+
+    def turn(tensor: torch.Tensor, by: int) -> torch.Tensor:
+        return rotate(tensor, *tables(inv_freq, torch.full((3,), by)))
+
+    torch.testing.assert_close(turn(turn(keys, first), second), turn(keys, first + second), atol=5e-3, rtol=0)
+    torch.testing.assert_close(turn(turn(keys, first), -first), keys, atol=5e-3, rtol=0)
+
+
+@given(position=st.integers(0, 100_000))
+def test_rotation_keeps_the_length_of_every_vector(position):
+    keys = states(1, seed=position % 7)
+    turned = rotate(keys, *tables(llama_rotary(SCALINGS["default"]).inv_freq, torch.tensor([position])))
+    torch.testing.assert_close(turned.norm(dim=-1), keys.norm(dim=-1))
+
+
+def test_attention_scaling_multiplies_both_tables():
+    inv_freq, positions = torch.tensor([1.0, 0.1]), torch.arange(5)
+    (cos, sin), (cos2, sin2) = tables(inv_freq, positions), tables(inv_freq, positions, 2.0)
+    assert torch.equal(cos2, 2 * cos)
+    assert torch.equal(sin2, 2 * sin)
+    assert cos[3].tolist() == pytest.approx([math.cos(3), math.cos(0.3)] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rotated_in_float32_and_rounded_once(dtype):
+    keys = states(50).to(dtype)
+    cos, sin = tables(llama_rotary(SCALINGS["default"]).inv_freq, torch.arange(900, 950))
+    found = rotate(keys, cos, sin)
+    assert found.dtype == dtype
+    assert torch.equal(found, rotate(keys.float(), cos, sin).to(dtype))
+    coarse = rotate(keys.float(), cos.to(dtype).float(), sin.to(dtype).float()).to(dtype)
+    assert not torch.equal(found, coarse)  # tables in half precision would round twice
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "proportional", "invented"])
+def test_length_dependent_and_unknown_rope_is_refused_by_name(rope_type):
+    with pytest.raises(UnsupportedModelError, match=rf"'{rope_type}'.*llama3, yarn"):
+        exact_context({"rope_type": rope_type}, 4096)
+
+
+@pytest.mark.parametrize("rope_type", [kind for kind in FIXED_FREQUENCY if kind != "longrope"])
+def test_fixed_frequency_rope_is_exact_to_the_models_limit(rope_type):
+    assert exact_context({"rope_type": rope_type, "original_max_position_embeddings": 64}, 4096) == 4096
+
+
+def test_longrope_is_exact_up_to_its_original_length():
+    assert exact_context({"rope_type": "longrope", "original_max_position_embeddings": 256}, 4096) == 256
+    assert exact_context({"rope_type": "longrope"}, 4096) == 4096
+    assert exact_context({}, 4096) == 4096

@@ -1,0 +1,272 @@
+"""Rules score, schedules narrow, budgets add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragblend.engine.fusion.rules import (
+    DEEP,
+    DEFAULT,
+    RULES,
+    SHALLOW,
+    Check,
+    Evidence,
+    charged_budget,
+    charged_budget_at,
+    check_ratio,
+    find_rule,
+    gradual_schedule,
+    num_to_recompute,
+    probe_pays,
+    schedule,
+)
+from ragblend.errors import UsageError
+
+ratios = st.floats(0, 1, allow_nan=False)
+
+
+def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> Evidence:
+    offsets = torch.cat([torch.arange(count) for count in chunks])
+    count = len(offsets)
+    return Evidence(
+        torch.arange(10, 10 + count),
+        offsets,
+        key_deviation=torch.arange(count).float(),
+        value_deviation=torch.arange(count).float().flip(0),
+        attention=torch.linspace(0.1, 0.01, count),
+        effect=torch.arange(count).float().remainder(3),
+        separators=offsets == 0,
+        seed=seed,
+    )
+
+
+def test_cacheblend_scores_by_values_and_cacheblend_k_by_keys():
+    facts = evidence()
+    assert torch.equal(RULES["cacheblend"].score(facts), facts.value_deviation)
+    assert torch.equal(RULES["cacheblend_gradual"].score(facts), facts.value_deviation)
+    assert torch.equal(RULES["cacheblend_k"].score(facts), facts.key_deviation)
+
+
+@given(chunks=st.lists(st.integers(8, 30), min_size=1, max_size=5), each=st.integers(1, 8))
+def test_first_k_spreads_evenly_over_chunks(chunks, each):
+    facts = evidence(tuple(chunks))
+    chosen = RULES["first_k"].score(facts).topk(each * len(chunks)).indices
+    assert sorted(facts.offsets[chosen].tolist()) == sorted(list(range(each)) * len(chunks))
+
+
+def test_position_prefers_the_end_of_the_prompt():
+    facts = evidence()
+    assert RULES["position"].score(facts).topk(3).indices.sort().values.tolist() == [4, 5, 6]
+
+
+def test_random_repeats_for_a_seed_and_changes_with_it():
+    score = RULES["random"].score
+    assert torch.equal(score(evidence(seed=3)), score(evidence(seed=3)))
+    assert not torch.equal(score(evidence(seed=3)), score(evidence(seed=4)))
+
+
+def test_random_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    RULES["random"].score(evidence())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rules_that_look_at_deviation_say_so():
+    blind = {name: Evidence(facts.positions, facts.offsets) for name in RULES if (facts := evidence())}
+    for name, rule in RULES.items():
+        assert rule.name == name
+        if rule.needs_deviation or rule.needs_attention:
+            with pytest.raises(AssertionError):
+                rule.score(blind[name])
+        else:
+            assert rule.score(blind[name]).shape == (7,)
+
+
+ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
+
+
+def test_the_rule_that_asks_the_question_scores_by_its_effect_and_then_by_its_attention():
+    assert ASKING == ["ask", "repair"]
+    facts = evidence()
+    strong = dataclasses.replace(facts, effect=torch.arange(7.0), attention=torch.full((7,), 1 / 7))
+    assert torch.equal(RULES["repair"].score(strong).argsort(), torch.arange(7))
+    unmoved = dataclasses.replace(facts, effect=torch.zeros(7), attention=torch.arange(7.0))
+    assert torch.equal(RULES["repair"].score(unmoved).argsort(), torch.arange(7))
+    assert not RULES["repair"].score(dataclasses.replace(unmoved, attention=torch.zeros(7))).any()
+
+
+@given(factor=st.floats(1e-3, 1e3))
+def test_it_does_not_depend_on_the_scale_of_a_models_values(factor):
+    facts = evidence()
+    scaled = dataclasses.replace(facts, effect=facts.effect * factor)
+    torch.testing.assert_close(RULES["repair"].score(scaled), RULES["repair"].score(facts))
+
+
+@given(
+    rule=st.sampled_from(ASKING),
+    chunks=st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
+    ratio=st.floats(0, 1),
+    data=st.data(),
+)
+def test_separators_are_chosen_only_when_nothing_else_is_left(rule, chunks, ratio, data):
+    count = sum(chunks)
+    separators = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    facts = dataclasses.replace(evidence(chunks), separators=separators)
+    chosen = RULES[rule].scores(facts).topk(num_to_recompute(ratio, count, count)).indices
+    assert len(set(chosen.tolist())) == num_to_recompute(ratio, count, count)
+    assert int(separators[chosen].sum()) == max(0, len(chosen) - int((~separators).sum()))
+
+
+def test_the_papers_rules_may_choose_separators():
+    facts = evidence()
+    for name, rule in RULES.items():
+        assert rule.skips_separators == (name in ASKING)
+    assert torch.equal(RULES["cacheblend"].scores(facts), RULES["cacheblend"].score(facts))
+
+
+def test_the_question_is_read_at_the_check_layers():
+    checks = (Check(1, 0.4), Check(4, 0.1))
+    assert RULES["repair"].probe_layers(checks, 6) == (1, 4)
+    assert RULES["cacheblend"].probe_layers(checks, 6) == ()
+
+
+def test_a_rule_that_only_asks_reads_every_layer():
+    assert RULES["ask"].probe_layers((Check(0, 0.1),), 4) == (0, 1, 2, 3)
+
+
+@given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
+def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
+    checks = (Check(1, ratio),)
+
+    def pays(fresh: int, tokens: int) -> bool:
+        return probe_pays(RULES["repair"], checks, fresh, tokens, tokens, 5)
+
+    assert not pays(fresh, tokens) or pays(fresh, tokens + 1)
+    assert pays(fresh, tokens) or not pays(fresh + 1, tokens)
+    assert probe_pays(RULES["cacheblend"], checks, fresh, tokens, tokens, 5)
+
+
+def test_auto_names_a_rule_and_unknown_names_are_refused():
+    assert find_rule("auto", DEEP) is RULES[DEFAULT]
+    assert find_rule("auto", DEEP - 1) is RULES[SHALLOW]
+    with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*position"):
+        find_rule("best")
+
+
+# --- schedules ---
+
+
+@given(ratio=ratios, num_layers=st.integers(2, 80), check_layer=st.integers(0, 3))
+def test_a_gradual_schedule_means_its_ratio_and_never_grows(ratio, num_layers, check_layer):
+    if check_layer >= num_layers:
+        return
+    checks = gradual_schedule(ratio, num_layers, check_layer)
+    assert sum(check.ratio for check in checks) / len(checks) == pytest.approx(ratio, abs=1e-9)
+    assert [check.layer for check in checks] == list(range(check_layer, num_layers))
+    assert all(0 <= check.ratio <= 1 for check in checks)
+    assert all(after.ratio <= before.ratio + 1e-12 for before, after in itertools.pairwise(checks))
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3, 0.6])
+def test_a_gradual_schedule_falls_from_one_and_a_half_to_half_the_ratio(ratio):
+    checks = gradual_schedule(ratio, num_layers=32)
+    assert checks[0] == Check(1, pytest.approx(1.5 * ratio))
+    assert checks[-1] == Check(31, pytest.approx(0.5 * ratio))
+
+
+def test_a_rule_without_deviation_chooses_before_the_first_layer():
+    assert schedule(RULES["first_k"], 0.2, 8) == (Check(0, 0.2),)
+    assert schedule(RULES["cacheblend"], 0.2, 8) == (Check(1, 0.2),)
+    assert schedule(RULES["cacheblend"], 0.2, 8, check_layer=3) == (Check(3, 0.2),)
+    assert schedule(RULES["cacheblend_gradual"], 0.2, 8) == gradual_schedule(0.2, 8)
+
+
+def test_given_checks_override_the_rules_own():
+    checks = (Check(1, 0.4), Check(4, 0.1))
+    assert schedule(RULES["cacheblend_gradual"], 0.9, 8, checks) == checks
+
+
+@pytest.mark.parametrize(
+    ("checks", "message"),
+    [
+        ([], "no check layer"),
+        ([Check(2, 0.3), Check(2, 0.2)], "must ascend"),
+        ([Check(3, 0.3), Check(2, 0.2)], "must ascend"),
+        ([Check(1, 0.1), Check(2, 0.2)], "not grow"),
+        ([Check(-1, 0.1)], "does not exist"),
+        ([Check(8, 0.1)], r"check layer 8 does not exist.*0\.\.7"),
+        ([Check(1, 1.5)], r"recompute_ratio is 1\.5"),
+        ([Check(1, float("nan"))], "recompute_ratio is nan"),
+    ],
+)
+def test_checks_that_cannot_be_run_are_refused(checks, message):
+    with pytest.raises(UsageError, match=message):
+        schedule(RULES["cacheblend"], 0.2, 8, checks)
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan"), float("inf")])
+def test_a_ratio_outside_zero_to_one_is_named(ratio):
+    with pytest.raises(UsageError, match=f"recompute_ratio is {ratio}"):
+        check_ratio(ratio)
+
+
+@pytest.mark.parametrize("ratio", [0, 0.5, 1])
+def test_a_ratio_inside_passes(ratio):
+    assert check_ratio(ratio) == ratio
+
+
+# --- counting ---
+
+
+@given(ratio=ratios, chunk_tokens=st.integers(0, 10_000), data=st.data())
+def test_num_to_recompute_is_the_share_rounded_up_and_capped(ratio, chunk_tokens, data):
+    candidates = data.draw(st.integers(0, chunk_tokens))
+    count = num_to_recompute(ratio, chunk_tokens, candidates)
+    assert 0 <= count <= candidates
+    if count < candidates:
+        assert ratio * chunk_tokens - 1e-6 <= count < ratio * chunk_tokens + 1 + 1e-6
+    if ratio == 1:
+        assert count == candidates
+    if ratio == 0:
+        assert count == 0
+
+
+@given(percent=st.integers(0, 100), hundreds=st.integers(1, 50))
+def test_whole_percentages_of_hundreds_are_counted_exactly(percent, hundreds):
+    assert num_to_recompute(percent / 100, 100 * hundreds, 100 * hundreds) == percent * hundreds
+
+
+@given(first=ratios, second=ratios)
+def test_a_larger_ratio_never_recomputes_less(first, second):
+    low, high = sorted((first, second))
+    assert num_to_recompute(low, 777, 600) <= num_to_recompute(high, 777, 600)
+
+
+def test_the_charged_budget_counts_every_token_layer():
+    assert charged_budget([100, 30, 10, 10], 100) == pytest.approx(150 / 400)
+    assert charged_budget([100] * 4, 100) == 1
+    assert charged_budget([], 100) == charged_budget([1], 0) == 0
+
+
+@given(rows=st.lists(st.floats(0, 100), min_size=2, max_size=12), check_layer=st.integers(0, 1))
+def test_the_budget_at_the_models_own_depth_is_the_charged_budget(rows, check_layer):
+    assert charged_budget_at(len(rows), rows, 100, check_layer) == pytest.approx(charged_budget(rows, 100))
+
+
+def test_a_deeper_model_spreads_the_check_over_more_layers():
+    rows = [100, 20, 20, 20]
+    assert charged_budget_at(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx((100 + 30 + 31 * 20) / 3200)
+    assert charged_budget_at(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
+    assert charged_budget_at(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
+    assert charged_budget_at(320, rows, 100, 1) < charged_budget_at(32, rows, 100, 1) < charged_budget(rows, 100)
+
+
+def test_several_check_layers_need_a_rule_that_measures_deviation():
+    with pytest.raises(UsageError, match="first_k chooses its tokens before the first layer"):
+        schedule(RULES["first_k"], 0.2, 6, [Check(0, 0.3), Check(2, 0.1)])

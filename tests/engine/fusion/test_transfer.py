@@ -1,0 +1,80 @@
+"""On a GPU, KV travels beside the computing and arrives whole. The tests of that run where there is a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.fusion.fuse import FusedKV, Placement
+from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.transfer import Transfer
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, stored_as
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LAYERS, HEADS, TOKENS, DIM = 8, 4, 2048, 64
+
+
+def make_kv(key: str) -> MemoryKV:
+    generator = torch.Generator().manual_seed(int(key[0]))
+    header = KVHeader(key, "model", (), tuple(range(TOKENS)), LAYERS, "float32")
+    shape = (HEADS, TOKENS, DIM)
+    tensors = [LayerKV(*(torch.randn(shape, generator=generator) for _ in range(2))) for _ in range(LAYERS)]
+    return MemoryKV(header, tuple(tensors))
+
+
+def test_without_a_gpu_nothing_is_copied():
+    transfer = Transfer(torch.device("cpu"))
+    layer = make_kv("0" * 32).layers[0]
+    with transfer.in_compute_order():
+        there = transfer.bring(layer)
+    assert [mine.data_ptr() for mine in there] == [other.data_ptr() for other in layer]
+    assert not transfer.beside_compute
+
+
+@on_gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dtype: str, tmp_path: Path):
+    kvs = [stored_as(make_kv(str(index) * 32), kv_dtype) for index in range(3)]
+    if tier == "disk":
+        store = DiskStore(tmp_path, fsync=False)
+        for kv in kvs:
+            store.put(kv)
+        kvs = [store.get(kv.header.key) for kv in kvs]
+    placements = [Placement(kv, index * TOKENS, exact=False) for index, kv in enumerate(kvs)]
+    device = torch.device("cuda")
+    busy = torch.randn(4096, 4096, device=device)
+    stream = torch.cuda.Stream()  # vLLM does not compute on the default stream
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):  # freed memory comes round again
+        with torch.cuda.stream(stream):
+            fused = FusedKV.allocate([(HEADS, DIM, DIM)] * LAYERS, 3 * TOKENS, torch.empty(0, device=device))
+            with LayerLoader(placements, LAYERS, lambda _, keys, __: keys, fused, device, together=True) as loader:
+                for layer in range(LAYERS):
+                    busy = (busy @ busy).clamp(-1, 1)
+                    loader.wait(layer)
+                    for index, kv in enumerate(kvs):
+                        rows = slice(index * TOKENS, (index + 1) * TOKENS)
+                        expected = kv.layer(layer)
+                        torch.testing.assert_close(fused.keys(layer)[:, rows].cpu(), expected.keys, atol=0, rtol=0)
+                        torch.testing.assert_close(fused.values(layer)[:, rows].cpu(), expected.values, atol=0, rtol=0)
+
+
+@on_gpu
+def test_the_embedded_model_answers_on_a_gpu_as_on_the_cpu(tmp_path: Path):
+    chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
+    prompt = SegmentedPrompt(chunks, "Who built the Lorvane station?")
+    with load_engine("demo", tmp_path / "kv", dtype="float32", device="cpu", on_miss="inline") as cpu:
+        for chunk in chunks:
+            cpu.precompute(chunk)
+        expected = [cpu.generate(prompt, recompute_ratio=ratio, max_tokens=8) for ratio in (0.0, 0.15, 1.0)]
+    with load_engine("demo", tmp_path / "kv", dtype="float32", device="cuda", on_miss="inline") as gpu:
+        for ratio, other in zip((0.0, 0.15, 1.0), expected, strict=True):
+            answer = gpu.generate(prompt, recompute_ratio=ratio, max_tokens=8)
+            assert answer.token_ids == other.token_ids
+            assert answer.report.num_chunk_hits == 2
+            assert answer.report.num_recomputed_tokens == other.report.num_recomputed_tokens

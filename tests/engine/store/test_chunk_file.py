@@ -1,0 +1,370 @@
+"""A chunk's file: its bytes are pinned, any tool that reads safetensors reads it, and a reader holds on to its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save
+
+from ragblend.engine.store import chunk_file
+from ragblend.engine.store.chunk_file import (
+    DiskKV,
+    MismatchError,
+    OpenFile,
+    UnreadableError,
+    decode_chunk,
+    encode_chunk,
+    header_nbytes,
+    write_chunk,
+)
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV, stored_as
+from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.errors import DamagedEntryError
+
+GOLDEN_SHA256 = "426ada46f056ce82c6886ed4ea4ff4d5bddb1a9deb19e72f640f09b311a863e2"
+GOLDEN_QUANTIZED_SHA256 = {
+    "int8": "54eb1df2d70474782f64eda484ad81b9b2df31e53c7986a1ba8d42326a59253c",
+    "fp8": "600b06be52105878dda5894d084c0ec95b472820a56e89f2b2852c6c04cead5b",
+}
+GOLDEN_KEY = "0" * 32
+
+
+def random_tensor(*shape: int, dtype: str, generator: torch.Generator) -> torch.Tensor:
+    """Every bit pattern of a number is possible: denormals and -0.0, but neither NaN nor infinity."""
+    size = DTYPES[dtype].itemsize
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator)
+    numbers = raw.view(DTYPES[dtype])
+    return torch.where(numbers.isfinite(), numbers, torch.full_like(numbers, -0.0))
+
+
+def make_kv(
+    seed: int = 0, num_layers: int = 2, heads: int = 2, tokens: int = 3, dim: int = 4, dtype: str = "float32"
+) -> MemoryKV:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = tuple(torch.randint(0, 150_000, (tokens,), generator=generator).tolist())
+    layers = tuple(
+        LayerKV(
+            random_tensor(heads, tokens, dim, dtype=dtype, generator=generator),
+            random_tensor(heads, tokens, dim + 1, dtype=dtype, generator=generator),  # V need not be as wide as K
+        )
+        for _ in range(num_layers)
+    )
+    key = chunk_key("model", [1], token_ids, namespace := f"tests-{seed}")
+    return MemoryKV(KVHeader(key, "model", (1,), token_ids, num_layers, dtype, namespace), layers)
+
+
+def golden_kv() -> MemoryKV:
+    layers = tuple(
+        LayerKV(torch.arange(12).view(2, 3, 2).float() + layer, -torch.arange(12).view(2, 3, 2).float() - layer)
+        for layer in range(2)
+    )
+    return MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), (7, 8, 128_000), 2, "float32", "büro"), layers)
+
+
+def golden_quantized_kv(kv_dtype: str) -> MemoryKV:
+    whole = torch.arange(2 * 20 * 4).view(2, 20, 4).bfloat16()
+    layers = tuple(LayerKV(whole + layer, -whole / 4 - layer) for layer in range(2))
+    kv = stored_as(MemoryKV(KVHeader(GOLDEN_KEY, "f" * 32, (1, 2), tuple(range(20)), 2, "bfloat16"), layers), kv_dtype)
+    assert not kv.header.is_lossless
+    return kv
+
+
+def finite_kv(
+    seed: int = 0, num_layers: int = 2, tokens: int = 9, dim: int = 8, dtype: str = "float32", kv_dtype: str = "auto"
+) -> MemoryKV:
+    """Numbers of a usual size, which can be stored in eight bits."""
+    kv = make_kv(seed, num_layers, 2, tokens, dim, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    layers = [
+        LayerKV(*(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in layer))
+        for layer in kv.layers
+    ]
+    return stored_as(MemoryKV(kv.header, tuple(layers)), kv_dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
+    assert got is not None
+    assert got.header == expected.header
+    assert got.nbytes == expected.nbytes
+    for index, wanted in enumerate(expected.layers):
+        for layer, same in ((got.stored_layer(index), wanted), (got.layer(index), expected.layer(index))):
+            assert type(layer) is type(same)
+            assert [(tensor.shape, tensor.dtype) for tensor in layer] == [(each.shape, each.dtype) for each in same]
+            assert list(map(as_bytes, layer)) == list(map(as_bytes, same))
+
+
+def run_threads(count: int, work: Callable[[int], object]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def write(path: Path, kv: MemoryKV) -> Path:
+    """Put the chunk's file at `path` in one step, as a store does."""
+    temp = path.with_name(f"{path.name}.new")
+    with temp.open("wb") as stream:
+        write_chunk(stream, kv, header_nbytes(kv))
+    return temp.replace(path)
+
+
+def read(path: Path, kv: MemoryKV, reports: list[str] | None = None) -> DiskKV:
+    """The file at `path` as the entry of the chunk's key; damage met later is appended to `reports`."""
+    told = [] if reports is None else reports
+    return DiskKV(kv.header.key, path, OpenFile(path), lambda key, path, file, reason: told.append(reason))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "chunk.safetensors"
+
+
+# --- the format ---
+
+
+def test_format_version_1_is_stable(path: Path) -> None:
+    written = write(path, golden_kv()).read_bytes()
+    assert hashlib.sha256(written).hexdigest() == GOLDEN_SHA256
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_format_version_2_is_stable(path: Path, kv_dtype: str) -> None:
+    written = write(path, golden_quantized_kv(kv_dtype)).read_bytes()
+    assert hashlib.sha256(written).hexdigest() == GOLDEN_QUANTIZED_SHA256[kv_dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_a_reader_of_version_1_leaves_version_2_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    kv = golden_quantized_kv(kv_dtype)
+    write(path, kv)
+    monkeypatch.setattr(chunk_file, "QUANTIZED_FORMAT_VERSION", chunk_file.FORMAT_VERSION)
+    with pytest.raises(MismatchError, match=r"format and layout versions \(2, 1\)"):
+        read(path, kv)
+
+
+def test_codes_of_tomorrow_are_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = golden_quantized_kv("fp8")
+    write(path, kv)
+    monkeypatch.setattr(chunk_file, "CODE_DTYPES", {"int8": torch.int8})
+    with pytest.raises(MismatchError, match="with fp8, this ragblend reads"):
+        read(path, kv)
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "dim"), [(512, 64), (9, 8), (33, 3)])
+def test_eight_bits_come_back_as_they_were_stored(path: Path, dtype: str, kv_dtype: str, tokens: int, dim: int) -> None:
+    kv = finite_kv(tokens=tokens, dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+    assert kv.header.stored_dtype == kv_dtype
+    assert_same(read(write(path, kv), kv), kv)
+    assert_same(decode_chunk(encode_chunk(kv), kv.header.key), kv)
+    assert path.stat().st_size == header_nbytes(kv) + kv.nbytes
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_the_safetensors_library_reads_eight_bits(path: Path, kv_dtype: str) -> None:
+    kv = finite_kv(kv_dtype=kv_dtype)
+    write(path, kv)
+    with safetensors.safe_open(path, framework="pt") as opened:
+        last = kv.stored_layer(1)
+        names = ("keys.scales", "values.scales", "keys.first", "values.first", "keys", "values")
+        for name, tensor in zip(names, last, strict=True):
+            found = opened.get_tensor(f"layer.001.{name}")
+            assert (found.dtype, as_bytes(found)) == (tensor.dtype, as_bytes(tensor))
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+def test_every_byte_of_a_version_2_file_is_under_a_checksum(path: Path, kv_dtype: str) -> None:
+    data = write(path, kv := golden_quantized_kv(kv_dtype)).read_bytes()
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(UnreadableError):
+            decode_chunk(bytes(damaged), kv.header.key)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_file_is_what_the_safetensors_library_writes(path: Path, dtype: str) -> None:
+    kv = make_kv(num_layers=12, dtype=dtype)
+    write(path, kv)
+    with safetensors.safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+        assert as_bytes(opened.get_tensor("layer.011.values")) == as_bytes(kv.layer(11).values)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(kv.layers):
+        tensors |= {f"layer.{index:03d}.values": layer.values, f"layer.{index:03d}.keys": layer.keys}
+    assert path.read_bytes() == save(tensors, metadata)
+    assert list(metadata) == ["ragblend"]
+    assert json.loads(metadata["ragblend"])["token_ids"] == list(kv.header.token_ids)
+
+
+def test_the_header_takes_the_same_room_whatever_the_checksums(path: Path) -> None:
+    kv = make_kv()
+    assert write(path, kv).stat().st_size == header_nbytes(kv) + kv.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values_survive(path: Path, dtype: str) -> None:
+    facts = torch.finfo(DTYPES[dtype])
+    values = torch.tensor([-0.0, 0.0, facts.max, facts.min, facts.tiny / 4]).to(DTYPES[dtype]).view(1, 5, 1)
+    ids = (1, 2, 3, 4, 5)
+    kv = MemoryKV(KVHeader(chunk_key("m", (), ids), "m", (), ids, 1, dtype), (LayerKV(values, -values),))
+    assert_same(read(write(path, kv), kv), kv)
+
+
+def test_slices_and_transposed_tensors_are_stored_by_value(path: Path) -> None:
+    whole = torch.arange(2 * 9 * 4, dtype=torch.float32).view(2, 9, 4)
+    layer = LayerKV(whole[:, 3:6], whole.transpose(1, 2).transpose(1, 2)[:, ::3])
+    kv = MemoryKV(KVHeader(chunk_key("m", (), (1, 2, 3)), "m", (), (1, 2, 3), 1, "float32"), (layer,))
+    assert_same(read(write(path, kv), kv), kv)
+
+
+def test_reading_and_writing_work_under_inference_mode(path: Path) -> None:
+    with torch.inference_mode():
+        kv = make_kv()
+        found = read(write(path, kv), kv)
+        assert_same(found, kv)
+        assert not found.layer(0).keys.is_inference()
+
+
+def test_another_layout_is_told_apart_from_damage_and_from_another_key(path: Path) -> None:
+    kv, other = make_kv(1), make_kv(2)
+    with pytest.raises(UnreadableError, match=f"it holds the KV of {other.header.key}") as caught:
+        read(write(path, other), kv)
+    assert not isinstance(caught.value, MismatchError)
+    tomorrow = MemoryKV(dataclasses.replace(kv.header, layout_version=LAYOUT_VERSION + 1), kv.layers)
+    with pytest.raises(MismatchError, match="this ragblend reads"):
+        read(write(path, tomorrow), kv)
+
+
+# --- layer by layer ---
+
+
+def test_reading_one_layer_reads_that_layer_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv(num_layers=4, tokens=64, dim=64)
+    write(path, kv)
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((offset, sum(buffer.nbytes for buffer in buffers)))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    found = read(path, kv)
+    assert sum(count for _, count in reads) == path.stat().st_size - kv.nbytes
+    reads.clear()
+    found.layer(2)
+    assert reads == [(path.stat().st_size - kv.nbytes + 2 * kv.layer(0).nbytes, kv.layer(2).nbytes)]
+
+
+def test_short_reads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    write(path, kv)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    assert_same(read(path, kv), kv)
+
+
+def test_damage_is_reported_by_layer_and_only_raised_by_verify(path: Path) -> None:
+    kv = make_kv(num_layers=3)
+    reports: list[str] = []
+    data = bytearray(write(path, kv).read_bytes())
+    data[-kv.layer(2).nbytes - 1] ^= 1  # the last byte of layer 1
+    path.write_bytes(data)
+    found = read(path, kv, reports)
+    with pytest.raises(UnreadableError, match="layer 1 does not match its checksum"):
+        found.verify(OpenFile(path))
+    assert reports == []
+    with pytest.raises(DamagedEntryError, match="layer 1 does not match its checksum") as caught:
+        found.layer(1)
+    assert caught.value.key == kv.header.key
+    assert reports == ["layer 1 does not match its checksum"]
+    assert as_bytes(found.layer(2).values) == as_bytes(kv.layer(2).values)
+
+
+def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path: Path) -> None:
+    kv = make_kv()
+    found = read(write(path, kv), kv)
+    os.truncate(path, path.stat().st_size - 1)
+    assert as_bytes(found.layer(0).keys) == as_bytes(kv.layer(0).keys)
+    with pytest.raises(DamagedEntryError, match="the file ends at byte"):
+        found.layer(1)
+
+
+# --- readers that hold a file ---
+
+
+def test_a_closed_entry_opens_its_file_again_and_only_its_own(path: Path) -> None:
+    kv = make_kv()
+    reports: list[str] = []
+    other = MemoryKV(kv.header, make_kv(9).layers)
+    with read(write(path, kv), kv, reports) as held:
+        pass
+    assert_same(held, kv)
+    write(path, other)
+    with pytest.raises(DamagedEntryError, match="replaced"):
+        held.layer(0)
+    path.unlink()
+    with pytest.raises(DamagedEntryError, match="layer 0 cannot be read"):
+        held.layer(0)
+    assert reports == [], "a file that another writer replaced is not damaged"
+
+
+def test_files_are_closed_when_entries_are_forgotten(path: Path) -> None:
+    kv = make_kv()
+    write(path, kv)
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    held = [read(path, kv) for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 20
+    held.clear()
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_more_entries_than_descriptors_can_be_held(path: Path) -> None:
+    kv = make_kv()
+    write(path, kv)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        held = [read(path, kv) for _ in range(400)]
+        for found in held:
+            assert_same(found, kv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_threads_can_share_one_entry(path: Path) -> None:
+    kv = make_kv(num_layers=8)
+    held = read(write(path, kv), kv)
+    run_threads(8, lambda _: assert_same(held, kv))

@@ -1,0 +1,722 @@
+"""The durable tier: what was put comes back bit for bit or not at all, whatever happens to files, disks and writers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+from test_chunk_file import as_bytes, assert_same, make_kv, run_threads, write
+
+from ragblend.engine.store import chunk_file, disk
+from ragblend.engine.store.chunk_file import DiskKV
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV
+from ragblend.errors import DamagedEntryError, NotFoundError, StoreFullError, StoreNotWritableError, UsageError
+from ragblend.files.directory import _HOST
+
+real_utime = os.utime
+
+
+def path_of(store: DiskStore, key: str) -> Path:
+    return store.root / key[:2] / f"{key}.safetensors"
+
+
+def answer(store: DiskStore, kv: MemoryKV) -> str:
+    """What a reader of every layer meets: "miss", "damaged" or "answer"."""
+    found = store.get(kv.header.key)
+    if found is None:
+        return "miss"
+    try:
+        for index in range(found.header.num_layers):
+            found.layer(index)
+    except DamagedEntryError:
+        return "damaged"
+    return "answer"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "kv", fsync=False)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts real, small file systems; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        target = tmp_path / f"tmpfs-{len(mounted)}"
+        target.mkdir()
+        command = shutil.which("mount")
+        options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(target)]
+        done = subprocess.run([command, *options], capture_output=True, text=True) if command else None
+        if done is None or done.returncode:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip() if done else 'no mount'}")
+        mounted.append(target)
+        return target
+
+    yield mount
+    for target in mounted:
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
+
+
+# --- round trips ---
+
+
+def test_a_put_writes_one_chunk_file_named_after_its_key(store: DiskStore, tmp_path: Path) -> None:
+    kv = make_kv()
+    store.put(kv)
+    written = [path for path in store.root.rglob("*") if path.is_file()]
+    assert written == [path_of(store, kv.header.key)]
+    assert written[0].read_bytes() == write(tmp_path / "alone", kv).read_bytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    num_layers=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    tokens=st.integers(1, 40),
+    dim=st.integers(1, 33),
+    dtype=st.sampled_from(sorted(DTYPES)),
+)
+def test_get_returns_bit_for_bit_what_put_took(
+    store: DiskStore, seed: int, num_layers: int, heads: int, tokens: int, dim: int, dtype: str
+) -> None:
+    kv = make_kv(seed, num_layers, heads, tokens, dim, dtype)
+    store.put(kv)
+    assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+
+
+def test_an_entry_read_from_one_store_can_be_put_into_another(store: DiskStore, tmp_path: Path) -> None:
+    kv = make_kv()
+    store.put(kv)
+    found = store.get(kv.header.key)
+    assert found is not None
+    other = DiskStore(tmp_path / "other", fsync=False)
+    other.put(found)
+    assert path_of(other, kv.header.key).read_bytes() == path_of(store, kv.header.key).read_bytes()
+
+
+# --- damage ---
+
+
+def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    kv = make_kv(num_layers=3)
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    data = bytearray(path.read_bytes())
+    data[-kv.layer(2).nbytes - 1] ^= 1  # the last byte of layer 1
+    path.write_bytes(data)
+    found = store.get(kv.header.key)
+    assert found is not None
+    with pytest.raises(DamagedEntryError, match="layer 1 does not match its checksum") as caught:
+        found.layer(1)
+    assert caught.value.key == kv.header.key
+    assert as_bytes(found.layer(2).values) == as_bytes(kv.layer(2).values)
+    assert store.counters.num_damaged == 1
+    assert "ragblend verify --repair" in caplog.text
+    assert store.get(kv.header.key) is None, "a damaged file is not met again"
+
+
+def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    good = path.read_bytes()
+    for position in range(len(good)):
+        for flip in (1 << position % 8, 0x20, 0xFF):  # 0x20 turns hexadecimal letters into capitals
+            damaged = bytearray(good)
+            damaged[position] ^= flip
+            path.write_bytes(damaged)
+            assert answer(store, kv) != "answer", f"byte {position} of {len(good)} flipped by {flip:#x} went unnoticed"
+    assert store.counters.num_damaged == 3 * len(good)
+    path.write_bytes(good)
+    assert answer(store, kv) == "answer"
+
+
+def test_every_truncation_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    good = path.read_bytes()
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        assert store.get(kv.header.key) is None, f"cut to {length} of {len(good)} bytes and still a hit"
+    assert store.counters.num_damaged == len(good)
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"garbage" * 1000])
+def test_trailing_bytes_are_a_miss(store: DiskStore, tail: bytes) -> None:
+    kv = make_kv()
+    store.put(kv)
+    with path_of(store, kv.header.key).open("ab") as stream:
+        stream.write(tail)
+    assert store.get(kv.header.key) is None
+    assert store.counters.num_damaged == 1
+
+
+def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    mine, other = make_kv(1), make_kv(2)
+    store.put(mine)
+    store.put(other)
+    shutil.copy(path_of(store, other.header.key), path_of(store, mine.header.key))
+    assert not store.contains(mine.header.key)
+    assert store.get(mine.header.key) is None
+    assert other.header.key in caplog.text
+    assert store.counters.num_damaged == 1
+    assert_same(store.get(other.header.key), other)
+
+
+def test_other_token_ids_are_a_miss_and_the_entry_stays(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    kv = make_kv()
+    store.put(kv)
+    wrong = [*kv.header.token_ids[:-1], kv.header.token_ids[-1] + 1]
+    assert store.get(kv.header.key, wrong) is None
+    assert "token ids differ" in caplog.text
+    assert (store.counters.num_misses, store.counters.num_damaged) == (1, 1)
+    assert_same(store.get(kv.header.key, list(kv.header.token_ids)), kv)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        save({"weight": torch.zeros(3)}),
+        save({"weight": torch.zeros(3)}, {"ragblend": "{}"}),
+        b"not a safetensors file, but longer than any header could be" * 9,
+        b"",
+    ],
+    ids=["safetensors", "metadata", "text", "empty"],
+)
+def test_a_foreign_file_is_a_miss(store: DiskStore, content: bytes) -> None:
+    kv = make_kv()
+    path = path_of(store, kv.header.key)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert not store.contains(kv.header.key)
+    assert store.get(kv.header.key, kv.header.token_ids) is None
+    assert store.counters.num_damaged == 1
+    store.put(kv)
+    assert_same(store.get(kv.header.key), kv)
+
+
+@pytest.mark.parametrize("name", ["FORMAT_VERSION", "LAYOUT_VERSION"])
+def test_another_version_is_a_miss_and_stays(store: DiskStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kv = make_kv()
+    store.put(kv)
+    monkeypatch.setattr(chunk_file, name, 2)  # the reader of tomorrow
+    assert store.get(kv.header.key) is None
+    assert not store.contains(kv.header.key)
+    assert [result.ok for result in store.verify()] == [False]
+    assert store.counters.num_damaged == 1
+    monkeypatch.undo()
+    assert_same(store.get(kv.header.key), kv)
+
+
+def test_a_directory_in_place_of_the_file_is_a_miss(store: DiskStore) -> None:
+    kv = make_kv()
+    path_of(store, kv.header.key).mkdir(parents=True)
+    assert store.get(kv.header.key) is None
+    assert not store.contains(kv.header.key)
+
+
+def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
+    kv = make_kv()
+    store.put(kv)
+    with path_of(store, kv.header.key).open("r+b") as stream:
+        stream.write(b"\xff")
+    assert store.get(kv.header.key) is None
+    assert [(result.key, result.ok) for result in store.verify()] == [(kv.header.key, False)]
+    assert list(store.keys()) == []
+    store.put(kv)
+    assert [tuple(result) for result in store.verify()] == [(kv.header.key, True, "")]
+    assert_same(store.get(kv.header.key), kv)
+
+
+def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store: DiskStore) -> None:
+    kv = make_kv()
+    store.put(kv)
+    with path_of(store, kv.header.key).open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x55" if as_bytes(kv.layer(1).values)[-1] != 0x55 else b"\xaa")
+    found = store.get(kv.header.key)
+    assert found is not None
+    store.put(kv)
+    with pytest.raises(DamagedEntryError):
+        found.layer(1)
+    assert_same(store.get(kv.header.key), kv)
+
+
+@pytest.mark.parametrize("key", ["", "a", "../../etc/passwd", "aa/bb", ".hidden", "a" * 200, "nul\0byte"])
+def test_a_name_that_is_not_a_key_never_becomes_a_path(store: DiskStore, key: str) -> None:
+    header = KVHeader(key, "m", (), (1,), 1, "float32")
+    with pytest.raises(UsageError, match="cannot name a file"):
+        store.put(MemoryKV(header, (LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)),)))
+    assert store.get(key) is None
+    assert not store.contains(key)
+    assert not store.delete(key)
+
+
+# --- readers that hold an entry ---
+
+
+def test_a_held_entry_survives_deletion_and_replacement(store: DiskStore) -> None:
+    kv = make_kv()
+    other = MemoryKV(kv.header, tuple(LayerKV(k + 1, v + 1) for k, v in make_kv(9).layers))
+    store.put(kv)
+    held = store.get(kv.header.key)
+    store.put(other)
+    assert_same(held, kv)
+    assert_same(store.get(kv.header.key), other)
+    assert store.delete(kv.header.key)
+    assert_same(held, kv)
+    assert not store.delete(kv.header.key)
+
+
+def test_no_descriptor_left_is_a_miss_not_a_crash(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    store.put(kv)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        assert store.get(kv.header.key) is None
+    assert_same(store.get(kv.header.key), kv)
+
+
+# --- writers ---
+
+
+def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store: DiskStore) -> None:
+    kv = make_kv(tokens=50)
+    store.put(kv)
+
+    def work(number: int) -> None:
+        for _ in range(15):
+            if number % 2:
+                store.put(kv)
+            else:
+                assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+
+    run_threads(6, work)
+    assert store.counters.num_damaged == 0
+    assert [path.name for path in path_of(store, kv.header.key).parent.iterdir()] == [f"{kv.header.key}.safetensors"]
+
+
+PROLOGUE = """
+import json, os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from test_disk import DiskStore, assert_same, make_kv
+root, amount = sys.argv[2], int(sys.argv[3])
+"""
+
+WRITE_AND_READ = """
+kv = make_kv(tokens=50)
+store = DiskStore(root)
+for _ in range(amount):
+    store.put(kv)
+    assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+assert store.counters.num_damaged == 0
+"""
+
+KILL_WRITERS = """
+kvs = [make_kv(seed, num_layers=4, heads=4, tokens=200, dim=64) for seed in range(3)]
+store, rng = DiskStore(root), random.Random(0)
+num_leftovers = num_visible = 0
+for _ in range(amount):
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            for kv in kvs:
+                store.put(kv)
+    time.sleep(rng.uniform(0.0, 0.04))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for kv in kvs:
+        if store.contains(kv.header.key):
+            assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
+            num_visible += 1
+    assert all(result.ok for result in store.verify())
+    assert set(store.keys()) <= {kv.header.key for kv in kvs}
+    num_leftovers += store.clean()
+    assert not list(store.root.glob("*/.*")), "a dead writer's temp file was not cleaned"
+    if rng.random() < 0.5:
+        store.gc(max_bytes=0)
+assert store.counters.num_damaged == 0
+print(json.dumps({"num_leftovers": num_leftovers, "num_visible": num_visible}))
+"""
+
+
+def start_script(body: str, root: Path, amount: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROLOGUE + body, str(Path(__file__).parent), str(root), str(amount)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_processes_writing_one_key_never_meet_half_an_entry(tmp_path: Path) -> None:
+    scripts = [start_script(WRITE_AND_READ, tmp_path, 40) for _ in range(2)]
+    for script in scripts:
+        _, log = script.communicate(timeout=120)
+        assert script.returncode == 0, log
+    assert [result.ok for result in DiskStore(tmp_path).verify()] == [True]
+    assert not list(tmp_path.glob("*/.*"))
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
+    tmp_path: Path, counted: Callable[[str], None]
+) -> None:
+    num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 20
+    script = start_script(KILL_WRITERS, tmp_path, num_kills)
+    printed, log = script.communicate(timeout=590)
+    assert script.returncode == 0, log
+    outcome = json.loads(printed)
+    assert outcome["num_leftovers"] > 0, "no kill met a writer at work: the test shows nothing"
+    assert outcome["num_visible"] > 0
+    found = f"{outcome['num_visible']} entries whole, {outcome['num_leftovers']} temp files cleaned"
+    counted(f"{num_kills} kill -9 of a writer: {found}")
+
+
+def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
+    kv = make_kv()
+    store.put(kv)
+    directory = path_of(store, kv.header.key).parent
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = {
+        "alive": f".{kv.header.key}.{_HOST}.{os.getpid()}.00000000.tmp",
+        "dead": f".{kv.header.key}.{_HOST}.{dead.pid}.00000000.tmp",
+        "elsewhere": f".{kv.header.key}.00000000.{dead.pid}.00000000.tmp",
+        "old": f".{kv.header.key}.00000000.1.11111111.tmp",
+        "odd": ".tmp",
+    }
+    for name in names.values():
+        (directory / name).write_bytes(b"half an entry")
+    os.utime(directory / names["old"], (0, time.time() - 4000))
+    assert list(store.keys()) == [kv.header.key]
+    assert store.clean() == 2
+    assert {path.name for path in directory.glob(".*")} == {names[kind] for kind in ("alive", "elsewhere", "odd")}
+
+
+# --- disks that refuse ---
+
+
+def test_a_full_disk_is_reported_and_leaves_no_trace(tmpfs: Callable[[str], Path]) -> None:
+    store = DiskStore(tmpfs("1m"))
+    small, large = make_kv(1), make_kv(2, num_layers=4, heads=8, tokens=200, dim=64)
+    store.put(small)
+    with pytest.raises(StoreFullError, match=rf"needs \d+ bytes, \d+ are free.*ragblend gc --store {store.root}"):
+        store.put(large)
+    assert sorted(path.name for path in store.root.rglob("*") if path.is_file()) == [f"{small.header.key}.safetensors"]
+    assert_same(store.get(small.header.key), small)
+    assert not store.contains(large.header.key)
+
+
+def test_a_disk_that_fills_up_keeps_every_entry_it_took(
+    tmpfs: Callable[[str], Path], counted: Callable[[str], None]
+) -> None:
+    store, taken = DiskStore(tmpfs("300k")), []
+    refused = None
+    for seed in range(100):
+        try:
+            store.put(kv := make_kv(seed, tokens=100))
+            taken.append(kv)
+        except StoreFullError as error:
+            refused = error
+            break
+    assert taken
+    assert refused
+    for kv in taken:
+        assert_same(store.get(kv.header.key), kv)
+    store.gc(max_bytes=store.nbytes() // 2)
+    store.put(make_kv(1000, tokens=100))
+    counted(f"a disk that fills up: {len(taken)} entries taken, all whole, the next refused")
+
+
+def test_a_read_only_disk_still_answers_and_says_what_to_do(tmpfs: Callable[[str], Path]) -> None:
+    store, kv = DiskStore(tmpfs("1m")), make_kv()
+    store.put(kv)
+    os.utime(path_of(store, kv.header.key), (0, 0))
+    subprocess.run(["mount", "-o", "remount,ro", str(store.root)], check=True)
+    assert_same(DiskStore(store.root, create=False).get(kv.header.key), kv)
+    with pytest.raises(StoreNotWritableError, match=r"cannot be written.*--store DIR"):
+        store.put(make_kv(1))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("step", ["fsync", "replace", "open"])
+def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: str
+) -> None:
+    store, kv = DiskStore(tmp_path / "kv"), make_kv()
+    store.put(make_kv(1))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace"), "open": (Path, "open")}[step], fail)
+        full = code in (errno.ENOSPC, errno.EDQUOT)
+        reason = {errno.ENOSPC: "no space is left", errno.EDQUOT: "quota is used up"}.get(code, os.strerror(code))
+        with pytest.raises(StoreFullError if full else StoreNotWritableError, match=reason):
+            store.put(kv)
+    assert not store.contains(kv.header.key)
+    assert not list(store.root.rglob(".*"))
+    store.put(kv)
+    assert_same(store.get(kv.header.key), kv)
+
+
+def test_a_put_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path)
+    steps: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noting_fsync(fd: int) -> None:
+        steps.append("fsync " + ("directory" if os.path.samestat(os.fstat(fd), directory.stat()) else "file"))
+        fsync(fd)
+
+    def noting_replace(source: Path, target: Path) -> Path:
+        steps.append("replace")
+        return replace(source, target)
+
+    kv = make_kv()
+    directory = path_of(store, kv.header.key).parent
+    directory.mkdir()
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(Path, "replace", noting_replace)
+    store.put(kv)
+    assert steps == ["fsync file", "replace", "fsync directory"]
+
+
+def test_an_interrupted_put_leaves_no_trace(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chunk_file, "_checksum", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(make_kv())
+    assert not [path for path in store.root.rglob("*") if path.is_file()]
+
+
+def test_a_missing_root_is_created_or_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"ragblend ingest DOCS --store .*deep"):
+        DiskStore(tmp_path / "a" / "deep", create=False)
+    assert list(DiskStore(tmp_path / "a" / "deep").keys()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreNotWritableError, match="file cannot be written"):
+        DiskStore(tmp_path / "file")
+
+
+# --- housekeeping ---
+
+
+def test_listing_counts_entries_and_ignores_what_is_not_one(store: DiskStore) -> None:
+    kvs = [make_kv(seed) for seed in range(3)]
+    for kv in kvs:
+        store.put(kv)
+    directory = path_of(store, kvs[0].header.key).parent
+    (directory / "notes.txt").write_text("mine")
+    (directory / "elsewhere.safetensors").write_text("its name belongs into another directory")
+    (directory / f".{kvs[0].header.key}.h.1.r.tmp").write_text("half")
+    assert sorted(store.keys()) == sorted(kv.header.key for kv in kvs)
+    assert {entry.key: entry.header for entry in store.entries()} == {kv.header.key: kv.header for kv in kvs}
+    assert sum(entry.nbytes for entry in store.entries()) == store.nbytes() > sum(kv.nbytes for kv in kvs)
+    assert all(abs(entry.last_used_s - time.time()) < 60 for entry in store.entries())
+    assert store.header("f" * 32) is None
+
+
+def test_counters_tell_hits_misses_and_puts(store: DiskStore) -> None:
+    kv = make_kv()
+    store.get(kv.header.key)
+    store.put(kv)
+    store.get(kv.header.key)
+    store.get(kv.header.key)
+    counters = store.counters
+    assert (counters.num_hits, counters.num_misses, counters.num_puts, counters.num_damaged) == (2, 1, 1, 0)
+
+
+def test_last_use_is_noted_once_a_minute(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    os.utime(path, (0, 1000))
+    calls: list[int | Path] = []
+    utime = os.utime
+
+    def counting(target: int | Path) -> None:
+        calls.append(target)
+        utime(target)
+
+    monkeypatch.setattr(os, "utime", counting)
+    for _ in range(5):
+        store.get(kv.header.key)
+        store.touch(kv.header.key)
+    assert len(calls) == 1
+    assert time.time() - path.stat().st_mtime < 60
+    store.touch("f" * 32)  # gone meanwhile
+
+
+def test_last_use_on_disk_is_never_off_by_more_than_a_minute(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    written_s = path.stat().st_mtime
+    noted: list[float] = []
+    now_s = written_s
+    monkeypatch.setattr(disk.time, "time", lambda: now_s)
+    monkeypatch.setattr(disk.os, "utime", lambda target: (noted.append(now_s), real_utime(target, (now_s, now_s))))
+    for after_s in (0, 1, 59, 61, 90, 120, 122, 130):
+        now_s = written_s + after_s
+        store.touch(kv.header.key)
+        assert abs(now_s - path.stat().st_mtime) <= 60
+    assert noted == [written_s + 61, written_s + 122]
+    now_s = written_s - 3600  # the clock was set back: the time on disk lies ahead, and is put right at once
+    store.touch(kv.header.key)
+    assert path.stat().st_mtime == pytest.approx(now_s)
+
+
+def test_a_use_that_a_faster_tier_reports_does_not_ask_the_disk_every_time(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv()
+    store.put(kv)
+    store.touch(kv.header.key)
+    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked"))
+    for _ in range(3):
+        store.touch(kv.header.key)
+
+
+def test_the_times_remembered_are_bounded(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "TOUCHES_KEPT", 4)
+    for seed in range(10):
+        store.put(kv := make_kv(seed))
+        store.touch(kv.header.key)
+        assert len(store._touch_due_s) <= 4
+
+
+def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvs = [make_kv(seed, num_layers=3) for seed in range(3)]
+    for kv in kvs:
+        store.put(kv)
+    read_bytes: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        read_bytes.append(preadv(fd, buffers, offset))
+        return read_bytes[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    assert all(result.ok for result in store.verify())
+    assert sum(read_bytes) == store.nbytes()
+    path = path_of(store, kvs[0].header.key)
+    with path.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 4]))
+    for prefix in ("", "quarantined: "):  # found, and found again
+        bad = [result for result in store.verify() if not result.ok]
+        assert [tuple(result) for result in bad] == [
+            (kvs[0].header.key, False, f"{prefix}layer 2 does not match its checksum")
+        ]
+    assert store.delete(kvs[0].header.key)
+    assert [result.ok for result in store.verify()] == [True, True]
+
+
+def test_models_are_noted_by_fingerprint(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    facts = {"name": "demo", "dtype": "float32", "num_layers": 6}
+    store.put_model("ab" * 16, facts)
+    store.put_model("ab" * 16, facts)
+    store.put_model("cd" * 16, {"name": "other"})
+    (store.root / "models" / "broken.json").write_text("{")
+    assert store.models() == {"ab" * 16: facts, "cd" * 16: {"name": "other"}}
+    assert "broken.json" in caplog.text
+    assert list(store.keys()) == []
+    with pytest.raises(UsageError):
+        store.put_model("../up", facts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    order=st.randoms(use_true_random=False),
+    share=st.floats(0, 1.2),
+    unwanted=st.sets(st.integers(0, 7)),
+)
+def test_gc_keeps_the_most_recently_used_within_the_budget(
+    tokens: list[int], order: object, share: float, unwanted: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        store = DiskStore(root, fsync=False)
+        kvs = [make_kv(seed, tokens=count) for seed, count in enumerate(tokens)]
+        for kv in kvs:
+            store.put(kv)
+        ages = list(range(len(kvs)))
+        order.shuffle(ages)  # type: ignore[attr-defined]
+        for kv, age in zip(kvs, ages, strict=True):
+            os.utime(path_of(store, kv.header.key), (0, 1_000_000 - age))
+        sizes = {entry.key: entry.nbytes for entry in store.entries()}
+        budget = int(share * sum(sizes.values()))
+        dropped = {kvs[number].header.key for number in unwanted if number < len(kvs)}
+
+        kept, used = [], sum(size for key, size in sizes.items() if key not in dropped)
+        for _, kv in sorted(zip(ages, kvs, strict=True), key=lambda item: -item[0]):  # oldest first
+            if kv.header.key in dropped:
+                continue
+            if used > budget:
+                used -= sizes[kv.header.key]
+            else:
+                kept.append(kv.header.key)
+
+        forecast = store.gc(budget, keep=lambda key: key not in dropped, dry_run=True)
+        assert sorted(store.keys()) == sorted(sizes)
+        result = store.gc(budget, keep=lambda key: key not in dropped)
+        assert result == forecast
+        assert sorted(store.keys()) == sorted(kept)
+        assert result.kept_bytes == store.nbytes() == used <= budget
+        assert result.freed_bytes == sum(sizes.values()) - used
+        assert store.counters.num_evicted == len(result.evicted) == len(sizes) - len(kept)
+
+
+def test_gc_removes_damaged_files_and_leftovers(store: DiskStore) -> None:
+    kv = make_kv()
+    store.put(kv)
+    path = path_of(store, kv.header.key)
+    path.with_suffix(".damaged").write_bytes(b"x" * 10)
+    leftover = path.with_name(f".{kv.header.key}.h.1.r.tmp")
+    leftover.write_bytes(b"y" * 5)
+    os.utime(leftover, (0, 0))
+    result = store.gc()
+    assert (result.evicted, result.num_quarantined, result.num_temp_files, result.freed_bytes) == ((), 1, 1, 15)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    with pytest.raises(UsageError, match="max_bytes is -1"):
+        store.gc(-1)
+
+
+def test_an_entry_collected_while_it_is_held_stays_readable(store: DiskStore) -> None:
+    kv = make_kv()
+    store.put(kv)
+    held = store.get(kv.header.key)
+    assert isinstance(held, DiskKV)
+    assert store.gc(max_bytes=0).evicted == (kv.header.key,)
+    assert_same(held, kv)

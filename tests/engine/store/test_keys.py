@@ -1,0 +1,173 @@
+"""Keys are equal exactly when everything the KV depends on is equal; digests follow the bytes, not the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragblend.engine.store import keys
+from ragblend.engine.store.keys import chunk_key, digest_buffers, digest_files, fingerprint
+from ragblend.engine.store.kv import LAYOUT_VERSION
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
+GOLDEN_KEY = "8a0f18a0f1ad8be2b3379fd8067bf715"
+FEW_IDS = st.lists(st.integers(0, 1), max_size=2)  # so few that equal draws are common
+PARTS = st.one_of(
+    st.tuples(st.text(max_size=6), IDS, IDS, st.text(max_size=6)),
+    st.tuples(st.text("a", max_size=1), FEW_IDS, FEW_IDS, st.text("a", max_size=1)),
+)
+
+
+@given(PARTS, PARTS)
+def test_keys_are_equal_exactly_when_all_parts_are(
+    first: tuple[str, list[int], list[int], str], second: tuple[str, list[int], list[int], str]
+) -> None:
+    assert (chunk_key(*first) == chunk_key(*second)) == (first == second)
+
+
+@given(ids=IDS, cuts=st.tuples(st.integers(0, 6), st.integers(0, 6)))
+def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids: list[int], cuts: tuple[int, int]) -> None:
+    one, other = (chunk_key("model", ids[:cut], ids[cut:]) for cut in cuts)
+    same_split = min(cuts[0], len(ids)) == min(cuts[1], len(ids))
+    assert (one == other) == same_split
+
+
+@given(ids=IDS, first=st.text(), second=st.text())
+def test_no_key_is_shared_between_namespaces(ids: list[int], first: str, second: str) -> None:
+    assert (chunk_key("model", [1], ids, first) == chunk_key("model", [1], ids, second)) == (first == second)
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_namespace_and_fingerprint_do_not_run_into_each_other(left: str, right: str) -> None:
+    assert (chunk_key(left, [], [], right) == chunk_key(left + right, [], [], "")) == (right == "")
+
+
+def test_a_key_is_32_hex_digits_and_takes_any_sequence() -> None:
+    key = chunk_key("model", (1,), range(5))
+    assert len(key) == 32
+    assert set(key) <= set("0123456789abcdef")
+    assert key == chunk_key("model", [1], [0, 1, 2, 3, 4])
+
+
+def test_numpy_ids_give_the_key_of_equal_ints_and_fractions_are_refused() -> None:
+    for dtype in (np.int32, np.uint32, np.int64):
+        ids = np.array([3, 128_000], dtype=dtype)
+        assert chunk_key("model", tuple(ids[:1]), list(ids)) == chunk_key("model", [3], [3, 128_000])
+    with pytest.raises(TypeError):
+        chunk_key("model", [], list(np.array([3.0])))
+
+
+@given(IDS)
+def test_ids_are_packed_in_four_bytes_each_lowest_first(ids: list[int]) -> None:
+    assert keys._ids(ids) == b"".join(token.to_bytes(4, "little") for token in ids)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        chunk_key("model", [], [1, token])
+
+
+def test_keys_are_stable_between_releases() -> None:
+    # A change here orphans every stored chunk in the world: raise LAYOUT_VERSION and say so in the changelog.
+    assert chunk_key("model", [1, 2], [3, 128_000], "team") == GOLDEN_KEY
+
+
+def test_the_layout_version_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = chunk_key("model", [1], [2])
+    monkeypatch.setattr(keys, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    assert chunk_key("model", [1], [2]) != before
+
+
+def test_a_fingerprint_follows_weights_config_and_dtype_but_not_key_order() -> None:
+    base = fingerprint("w", {"rope_theta": 10_000.0, "layers": 2}, "float32")
+    assert base == fingerprint("w", {"layers": 2, "rope_theta": 10_000.0}, "float32")
+    others = [
+        fingerprint("v", {"rope_theta": 10_000.0, "layers": 2}, "float32"),
+        fingerprint("w", {"rope_theta": 500_000.0, "layers": 2}, "float32"),
+        fingerprint("w", {"rope_theta": 10_000.0}, "float32"),
+        fingerprint("w", {"rope_theta": 10_000.0, "layers": 2}, "bfloat16"),
+    ]
+    assert len({base, *others}) == 5
+
+
+def test_buffers_are_digested_by_name_in_any_order() -> None:
+    a, b = ("a", memoryview(b"1")), ("b", memoryview(b"2"))
+    assert digest_buffers([a, b]) == digest_buffers([b, a])
+    swapped = [("a", memoryview(b"2")), ("b", memoryview(b"1"))]
+    assert len({digest_buffers([a, b]), digest_buffers([a]), digest_buffers(swapped)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a", b"1b2"), ("a", b"1b\x002"), ("a", b"11|b2"), ("a11|b", b"2")],
+    ids=["no boundary", "zero bytes alone", "name lengths alone", "buffer lengths alone"],
+)
+def test_one_buffer_never_passes_for_two(name: str, data: bytes) -> None:
+    # Each passes for the two where buffers are told apart by what its id says.
+    two = [("a", memoryview(b"1")), ("b", memoryview(b"2"))]
+    assert digest_buffers(two) != digest_buffers([(name, memoryview(data))])
+
+
+def write(path: Path, data: bytes, mtime_ns: int) -> Path:
+    path.write_bytes(data)
+    os.utime(path, ns=(mtime_ns, mtime_ns))
+    return path
+
+
+def test_a_file_digest_follows_names_and_bytes_not_directories(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    here = [write(tmp_path / "one" / name, name.encode(), 1) for name in ("a.bin", "b.bin")]
+    there = [write(tmp_path / "two" / name, name.encode(), 2) for name in ("b.bin", "a.bin")]
+    assert digest_files(here) == digest_files(there)
+    write(here[0], b"changed", 1)
+    assert digest_files(here) != digest_files(there)
+
+
+def test_files_of_one_name_are_digested_in_any_order(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    paths = [write(tmp_path / name / "model.safetensors", name.encode(), 1) for name in ("one", "two")]
+    assert digest_files(paths) == digest_files(reversed(paths)) != digest_files(paths[:1] * 2)
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "cache" / "weights.json"
+    first = digest_files([path], cache)
+    monkeypatch.setattr(keys, "_digest_file", lambda _: pytest.fail("read again"))
+    assert digest_files([path], cache) == first
+
+
+@pytest.mark.parametrize(("data", "mtime_ns"), [(b"WEIGHTS", 2), (b"longer weights", 1)])
+def test_a_changed_time_or_size_is_read_again(tmp_path: Path, data: bytes, mtime_ns: int) -> None:
+    path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "weights.json"
+    first = digest_files([path], cache)
+    write(path, data, mtime_ns)
+    assert digest_files([path], cache) == digest_files([path]) != first
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", "\udcff"])
+def test_a_broken_cache_costs_one_read_only(tmp_path: Path, content: str) -> None:
+    path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "weights.json"
+    cache.write_bytes(content.encode(errors="surrogateescape"))
+    assert digest_files([path], cache) == digest_files([path])
+    assert str(path.resolve()) in cache.read_text()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "weights.bin", b"weights", 1)
+    assert digest_files([path], path / "below-a-file" / "weights.json") == digest_files([path])
+
+
+def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keys.default_digest_cache() == tmp_path / "ragblend" / "weights.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert keys.default_digest_cache() == tmp_path / ".cache" / "ragblend" / "weights.json"

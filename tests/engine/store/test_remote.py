@@ -1,0 +1,411 @@
+"""The shared tier: bit for bit or a miss, over real servers, whatever the other side does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from servers import RedisServer, TcpProxy, free_port, running_redis
+from tier_support import DictValues, assert_same, make_kv
+
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.remote import tier as remote
+from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.redis_store import PREFIX, RedisValues
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.redaction import redacted
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def quick_breaker(threshold: int = 3) -> CircuitBreaker:
+    return CircuitBreaker(threshold=threshold, pause_s=0.05, max_pause_s=0.2)
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def eventually(store: RemoteStore, kv: MemoryKV) -> None:
+    """It comes, once the breaker has let requests in again; a busy machine may be late once more."""
+    wait_until(lambda: store.get(kv.header.key, kv.header.token_ids) is not None)
+    wait_until(lambda: (found := store.get(kv.header.key)) is not None and assert_same(found, kv) is None)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+    """moto behind a proxy, where the environment says that S3 is, with a fresh bucket `tests`."""
+    proxy = TcpProxy(s3_port)
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}"),
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="tests")
+    yield proxy
+    proxy.mode = "pass"
+    for item in client.list_objects_v2(Bucket="tests").get("Contents", []):
+        client.delete_object(Bucket="tests", Key=item["Key"])
+    proxy.close()
+
+
+@pytest.fixture(params=["redis", "s3", "file", "dict"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], RemoteStore]]:
+    """Opens a RemoteStore over the same place again and again: what one process after the other would do."""
+    values = DictValues()
+    if request.param == "redis":
+        url = request.getfixturevalue("redis_server").url.replace("/0", "/1")
+    elif request.param == "s3":
+        request.getfixturevalue("s3")
+        url = "s3://tests/kv"
+    else:
+        url = f"file://{tmp_path}/shared"
+    made: list[RemoteStore] = []
+
+    def build() -> RemoteStore:
+        made.append(RemoteStore(values) if request.param == "dict" else open_remote(url, timeout_s=60))
+        return made[-1]
+
+    yield build
+    for store in made:
+        for key in list(store.keys()):
+            store.delete(key)
+        store.close()
+
+
+# --- every backend ---
+
+
+def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -> None:
+    store, kvs = place(), [make_kv(seed, tokens=1 + 40 * seed) for seed in range(3)]
+    for kv in kvs:
+        store.put(kv)
+    assert store.flush(30)
+    other = place()
+    for kv in kvs:
+        assert_same(other.get(kv.header.key, kv.header.token_ids), kv)
+    assert sorted(other.keys()) == sorted(kv.header.key for kv in kvs)
+    assert other.nbytes() == sum(len(encode_chunk(kv)) for kv in kvs)
+    assert other.get("f" * 32) is None
+    assert (other.counters.num_hits, other.counters.num_misses, other.counters.num_failures) == (3, 1, 0)
+
+
+def test_deleted_entries_are_gone_for_everybody(place: Callable[[], RemoteStore]) -> None:
+    store, kv = place(), make_kv()
+    store.put(kv)
+    assert store.flush(30)
+    assert place().delete(kv.header.key)
+    assert not store.contains(kv.header.key)
+    assert store.get(kv.header.key) is None
+    assert not store.delete(kv.header.key)
+
+
+def test_its_values_are_the_disk_tiers_files(place: Callable[[], RemoteStore], tmp_path: Path) -> None:
+    store, kv = place(), make_kv()
+    disk = DiskStore(tmp_path / "disk", fsync=False)
+    disk.put(kv)
+    store.put(kv)
+    assert store.flush(30)
+    assert store.values.get(kv.header.key) == next(disk.root.glob("??/*.safetensors")).read_bytes()
+
+
+def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
+    place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 bad values: 8 flipped bytes, 2 truncations, another key's entry, a forged header; all counted."""
+    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    store, kv, other = place(), make_kv(1, num_layers=3), make_kv(2)
+    good = encode_chunk(kv)
+    places = range(8, len(good), len(good) // 8)
+    flipped = [good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :] for at in places][:8]
+    forged = MemoryKV(replace(kv.header, token_ids=(7, 7, 7, 7)), kv.layers)
+    bad = [*flipped, good[:-1], good[:5], encode_chunk(other), encode_chunk(forged)]
+    assert len(bad) == 12
+    for number, value in enumerate(bad, start=1):
+        store.values.put(kv.header.key, value)
+        assert store.get(kv.header.key) is None
+        counters = store.counters
+        assert (counters.num_misses, counters.num_damaged, counters.num_failures) == (number, number, 0)
+        assert not store.contains(kv.header.key), "an ingestion must not take it for stored"
+    store.put(kv)
+    assert store.flush(30)
+    assert_same(place().get(kv.header.key), kv)
+
+
+def test_other_token_ids_are_a_miss(place: Callable[[], RemoteStore]) -> None:
+    store, kv = place(), make_kv()
+    store.put(kv)
+    assert store.flush(30)
+    assert place().get(kv.header.key, [1, 2, 3, 4]) is None
+    assert_same(place().get(kv.header.key, kv.header.token_ids), kv)
+
+
+def test_status_tells_where_it_is_and_how_far(place: Callable[[], RemoteStore]) -> None:
+    status = place().status()
+    assert (status.reachable, status.breaker, status.problem) == (True, "closed", "")
+    assert status.latency_s is not None
+
+
+# --- slow, down, lying ---
+
+
+def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back() -> None:
+    values, kv = DictValues(), make_kv()
+    store = RemoteStore(values, breaker=quick_breaker())
+    values.data[kv.header.key] = encode_chunk(kv)
+    values.is_down = True
+    assert [store.get(f"{number:032x}") for number in range(10)] == [None] * 10
+    assert values.calls.count("get") == 3, "the breaker opens at the third failure"
+    assert (store.counters.num_failures, store.counters.num_misses) == (3, 10)
+    assert store.breaker.num_opened == 1
+    values.is_down = False
+
+    def is_back() -> bool:
+        return store.get(kv.header.key) is not None
+
+    wait_until(is_back)
+    assert values.calls.count("ping") >= 1
+
+
+def test_the_probe_is_sent_in_the_background() -> None:
+    values = DictValues()
+    store = RemoteStore(values, breaker=CircuitBreaker(threshold=1, pause_s=0.01))
+    values.is_down = True
+    store.get("a" * 32)
+    values.is_down = False
+    pinged = threading.Event()
+    values.ping = lambda: pinged.wait(10) and None  # type: ignore[method-assign, func-returns-value]
+    time.sleep(0.02)
+    start_s = time.perf_counter()
+    assert store.get("b" * 32) is None
+    assert time.perf_counter() - start_s < 1
+    assert store.breaker.state == "half-open"
+    pinged.set()
+    wait_until(lambda: store.breaker.is_closed)
+    store.close()
+
+
+@pytest.mark.parametrize("threshold", [1, 3])
+def test_writes_wait_out_an_outage_and_arrive(threshold: int) -> None:
+    values = DictValues()
+    store = RemoteStore(values, breaker=quick_breaker(threshold))
+    values.is_down = True
+    kvs = [make_kv(seed) for seed in range(5)]
+    for kv in kvs:
+        store.put(kv)
+    assert not store.flush(0.1)
+    assert_same(store.get(kvs[4].header.key), kvs[4])  # reads see what is queued
+    assert store.contains(kvs[4].header.key)
+    values.is_down = False
+    assert store.flush(10)
+    assert sorted(values.data) == sorted(kv.header.key for kv in kvs)
+    assert store.counters.num_dropped == 0
+
+
+def test_a_delete_that_reaches_nobody_is_an_error() -> None:
+    values = DictValues()
+    values.is_down = True
+    with pytest.raises(BackendUnreachableError):
+        RemoteStore(values).delete("a" * 32)
+
+
+@pytest.mark.parametrize("mode", ["hang", "drip", "refuse", "cut"])
+def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_get(
+    redis_server: RedisServer, mode: str
+) -> None:
+    """8 gets, side by side, of 4 KiB values over a broken line; then the line is mended."""
+    proxy = TcpProxy(redis_server.port)
+    url, limit_s = f"redis://127.0.0.1:{proxy.port}/2", 1.0
+    kvs = [make_kv(seed, tokens=30) for seed in range(8)]
+    writer = open_remote(redis_server.url.replace("/0", "/2"))
+    for kv in kvs:
+        writer.put(kv)
+    assert writer.flush(30)
+    values = RedisValues(url, limit_s)
+    store = RemoteStore(values, timeout_s=limit_s, breaker=quick_breaker())
+    proxy.mode, proxy.cut_after = mode, 100
+    start_s = time.perf_counter()
+    store.fetch_ahead([kv.header.key for kv in kvs])
+    assert [store.get(kv.header.key) for kv in kvs] == [None] * 8
+    assert time.perf_counter() - start_s < 6 * limit_s, "8 waits, one after the other"
+    assert store.counters.num_failures >= 3
+    assert store.counters.num_damaged == 0
+    assert store.breaker.num_opened >= 1
+    proxy.mode = "pass"
+    for kv in kvs:
+        eventually(store, kv)
+    for part in (store, writer):
+        part.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("mode", ["error", "cut", "hang", "refuse"])
+def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 to everything, bodies cut short, silence, closed connections: 6 gets each, then the line is mended."""
+    kvs = [make_kv(seed, tokens=100) for seed in range(6)]
+    writer = open_remote("s3://tests/kv", timeout_s=60)
+    for kv in kvs:
+        writer.put(kv)
+    assert writer.flush(30)
+    store = open_remote("s3://tests/kv", timeout_s=1.0)
+    store.breaker = quick_breaker()
+    s3.mode, s3.cut_after = mode, 2000
+    assert [store.get(kv.header.key) for kv in kvs] == [None] * 6
+    assert store.counters.num_misses == 6
+    assert 3 <= store.counters.num_failures <= 6
+    assert store.breaker.num_opened >= 1
+    s3.mode = "pass"
+    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    for kv in kvs:
+        eventually(store, kv)
+    for part in (store, writer):
+        part.close()
+
+
+def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3: TcpProxy, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_remote("s3://nobody/kv")
+    status = store.status()
+    assert not status.reachable
+    assert "nobody" in status.problem
+    assert store.get("a" * 32) is None
+    store.put(make_kv())
+    assert store.flush(30)
+    assert store.counters.num_dropped == 1
+    assert "does not exist" in caplog.text
+    assert "ragblend push --remote s3://nobody/kv" in caplog.text
+
+
+def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = RedisServer(tmp_path)
+    server.start("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    store = open_remote(server.url)
+    kvs = [make_kv(seed, tokens=4000) for seed in range(8)]  # 0.5 MB each
+    for kv in kvs:
+        store.put(kv)
+    assert store.flush(30)
+    assert 1 <= store.counters.num_dropped < 8
+    assert "allkeys-lru" in caplog.text
+    assert store.breaker.is_closed
+    assert_same(store.get(kvs[0].header.key), kvs[0])
+    store.close()
+    server.kill()
+
+
+# --- one fetch for all, several at once ---
+
+
+class SlowValues(DictValues):
+    """Takes 50 ms a value and notes how many were on their way at once."""
+
+    num_now = num_most = 0
+
+    def get(self, name: str) -> bytes | None:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        time.sleep(0.05)
+        self.num_now -= 1
+        return super().get(name)
+
+
+def test_requests_that_share_a_chunk_fetch_it_once() -> None:
+    values, kv = SlowValues(), make_kv()
+    values.data[kv.header.key] = encode_chunk(kv)
+    store = RemoteStore(values)
+    found: list[MemoryKV | None] = []
+    threads = [threading.Thread(target=lambda: found.append(store.get(kv.header.key))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [part is found[0] for part in found] == [True] * 8
+    assert values.calls.count("get") == 1
+    store.close()
+
+
+def test_a_requests_chunks_come_side_by_side() -> None:
+    values, kvs = SlowValues(), [make_kv(seed) for seed in range(6)]
+    values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
+    store = RemoteStore(values)
+    store.fetch_ahead([kv.header.key for kv in kvs])
+    for kv in kvs:
+        assert_same(store.get(kv.header.key), kv)
+    assert values.num_most >= 3
+    assert values.calls.count("get") == 6
+    store.close()
+
+
+# --- URLs ---
+
+
+def test_nothing_is_asked_before_it_is_needed() -> None:
+    store = open_remote(f"redis://127.0.0.1:{free_port()}/0")
+    assert store.counters.num_failures == 0
+    assert not store.status().reachable
+
+
+@pytest.mark.parametrize("url", ["", "kv/", "redis", "redis://host:port/0", "nosuch://bucket/kv"])
+def test_what_is_no_url_is_named_with_what_to_type(url: str) -> None:
+    with pytest.raises(UsageError, match=r"redis://HOST|s3://BUCKET"):
+        open_remote(url)
+
+
+def test_passwords_stay_out_of_messages() -> None:
+    url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
+    assert redacted(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
+    status = open_remote(url).status()
+    assert not status.reachable
+    assert "geheim" not in str(status)
+
+
+def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisServer) -> None:
+    import redis
+
+    client = redis.Redis.from_url(redis_server.url.replace("/0", "/3"))
+    client.set("session:1", "somebody's")
+    store, kv = open_remote(redis_server.url.replace("/0", "/3")), make_kv()
+    store.put(kv)
+    assert store.flush(30)
+    assert list(store.keys()) == [kv.header.key]
+    assert client.exists(PREFIX + kv.header.key)
+    store.delete(kv.header.key)
+    assert client.get("session:1") == b"somebody's"
+    store.close()
+
+
+def test_a_missing_package_says_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "ragblend.engine.store.remote.redis_store", raising=False)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ImportError, match=r"pip install 'ragblend\[redis\]'"):
+        open_remote("redis://127.0.0.1:1/0")

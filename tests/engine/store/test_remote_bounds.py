@@ -1,0 +1,266 @@
+"""What a remote tier may cost a request: one time limit for all its chunks, and the memory that values may take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from servers import RedisServer, TalkingServer, TcpProxy, running_redis
+from tier_support import DictValues, assert_same, make_kv
+
+from ragblend.bench.common.hardware import peak_rss_bytes, reset_peak_rss
+from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.remote import redis_store as remote_redis
+from ragblend.engine.store.remote import tier as remote
+from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.objects import ObjectValues
+from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.errors import BackendUnreachableError
+
+pytestmark = pytest.mark.timeout(120)
+
+TERABYTE = 10**12
+LATE_S = 0.6  # a busy machine may be late by this much
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture
+def proxy(redis_server: RedisServer) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(redis_server.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def talking() -> Iterator[list[TalkingServer]]:
+    """Closes the servers that a test puts in."""
+    servers: list[TalkingServer] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+class SlowValues(DictValues):
+    """Takes `wait_s` for a value."""
+
+    wait_s = 0.0
+
+    def get(self, name: str) -> bytes | None:
+        time.sleep(self.wait_s)
+        return super().get(name)
+
+
+# --- time ---
+
+
+def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_they_come() -> None:
+    """40 chunks from a server that takes 0.2 s for each, 8 at a time: what has come after 0.5 s is used, the rest not
+    asked for again."""
+    values, kvs = SlowValues(), [make_kv(seed) for seed in range(40)]
+    values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
+    values.wait_s = 0.2
+    store = TieredStore(MemoryStore(1 << 20), RemoteStore(values, timeout_s=0.5))
+    start_s = time.perf_counter()
+    fetched = store.fetch_ahead([kv.header.key for kv in kvs])
+    found = [store.get(kv.header.key, kv.header.token_ids, fetched) for kv in kvs]
+    assert time.perf_counter() - start_s < 0.5 + LATE_S
+    assert 8 <= sum(kv is not None for kv in found) <= 16
+    for kv, expected in zip(found, kvs, strict=True):
+        if kv is not None:
+            assert_same(kv, expected)
+    time.sleep(0.5)
+    assert values.calls.count("get") <= 24
+    store.close()
+
+
+def test_a_second_remote_tier_has_only_what_time_the_first_has_left() -> None:
+    slow, quick, kv = SlowValues(), DictValues(), make_kv()
+    slow.wait_s, quick.data = 5.0, {kv.header.key: encode_chunk(kv)}
+    store = TieredStore(RemoteStore(slow, timeout_s=0.3), RemoteStore(SlowValues(), timeout_s=0.3))
+    start_s = time.perf_counter()
+    assert store.fetch_ahead([kv.header.key]) == {}
+    assert time.perf_counter() - start_s < 0.3 + LATE_S
+    store.close()
+
+
+def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its late answers are no successes: three of them, and requests stop asking, though writes go well meanwhile."""
+    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    values = SlowValues()
+    values.wait_s = 0.3
+    store = RemoteStore(values, timeout_s=0.1, breaker=CircuitBreaker(pause_s=100))
+    for seed in range(6):
+        assert store.get(f"{seed:032x}") is None
+        if store.breaker.is_closed:
+            store.put(make_kv(seed))
+            assert store.flush(10)
+        time.sleep(0.25)  # the late answer comes
+    assert store.breaker.num_opened == 1
+    assert values.calls.count("get") == 3
+    assert (store.counters.num_failures, store.counters.num_misses) == (3, 6)
+    store.close()
+
+
+@pytest.mark.parametrize("mode", ["delay", "drip", "hang"])
+def test_one_call_of_redis_ends_at_its_time_limit_however_the_bytes_come(
+    redis_server: RedisServer, proxy: TcpProxy, mode: str
+) -> None:
+    """A socket's own time limit begins anew with every byte."""
+    kv = make_kv(1, tokens=40)
+    writer = RedisValues(redis_server.url, 5.0)
+    writer.put(kv.header.key, encode_chunk(kv))
+    values = RedisValues(f"redis://127.0.0.1:{proxy.port}/0", 0.4)
+    values.ping()  # connected
+    proxy.mode, proxy.delay_s = mode, 3.0
+    for call in (values.get, values.contains):
+        start_s = time.perf_counter()
+        with pytest.raises(BackendUnreachableError):
+            call(kv.header.key)
+        assert time.perf_counter() - start_s < 0.4 + LATE_S
+    proxy.mode = "pass"
+    assert values.get(kv.header.key) == encode_chunk(kv)
+
+
+def test_one_get_that_hangs_does_not_cost_the_others(redis_server: RedisServer) -> None:
+    """Their connections are their own, and are not cut with that of the one that is given up."""
+    kvs = [make_kv(seed) for seed in range(4)]
+    values = DictValues()
+    values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
+    ask, gate = values.get, threading.Event()
+    values.get = lambda name: (name == kvs[0].header.key and gate.wait(2), ask(name))[1]  # type: ignore[method-assign]
+    store = RemoteStore(values, timeout_s=0.3)
+    assert sorted(store.fetch_ahead([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
+    gate.set()
+    store.close()
+
+
+# --- sizes ---
+
+
+def endless(head: bytes) -> Iterator[bytes]:
+    yield head
+    while True:
+        yield bytes(1 << 20)
+
+
+def test_a_value_that_redis_announces_with_a_terabyte_is_refused_before_it_is_read(
+    talking: list[TalkingServer],
+) -> None:
+    def reply(words: list[bytes]) -> Iterable[bytes]:
+        return endless(b"$%d\r\n" % TERABYTE) if words[0] == b"GET" else [b"+OK\r\n"]
+
+    talking.append(TalkingServer(reply))
+    store = open_remote(f"redis://127.0.0.1:{talking[0].port}/0", timeout_s=5.0)
+    reset_peak_rss()
+    before, start_s = peak_rss_bytes(), time.perf_counter()
+    assert store.fetch_ahead([f"{number:032x}" for number in range(8)]) == {}
+    assert time.perf_counter() - start_s < 2
+    assert peak_rss_bytes() - before < 100 << 20
+    assert "announces a value of 1000000000000 bytes" in values_problem(store)
+    store.close()
+
+
+def values_problem(store: RemoteStore) -> str:
+    with pytest.raises(BackendUnreachableError) as caught:
+        store.values.get("a" * 32)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "said", [b"*999999999\r\n", b"+" + b"x" * 100_000, b"$" + b"9" * 5000 + b"\r\n", b"$x\r\n", b"\r\n"]
+)
+def test_other_lies_about_sizes_are_failures_too(said: bytes, talking: list[TalkingServer]) -> None:
+    talking.append(TalkingServer(lambda words: [said if words[0] == b"GET" else b"+OK\r\n"]))
+    values = RedisValues(f"redis://127.0.0.1:{talking[0].port}/0", 0.5)
+    with pytest.raises(BackendUnreachableError):
+        values.get("a" * 32)
+
+
+def test_values_that_are_read_at_the_same_time_fit_into_one_room(
+    talking: list[TalkingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 values of 30 MB, endlessly trickling, with room for 64: two are read, the others wait for their turn."""
+    monkeypatch.setattr(remote_redis, "_ROOM", remote_redis._Room(64 << 20))
+    size = 30 << 20
+
+    def reply(words: list[bytes]) -> Iterable[bytes]:
+        if words[0] != b"GET":
+            return [b"+OK\r\n"]
+        return [b"$%d\r\n" % size, bytes(size - 1)]  # and the last byte never comes
+
+    talking.append(TalkingServer(reply))
+    store = open_remote(f"redis://127.0.0.1:{talking[0].port}/0", timeout_s=1.0)
+    reset_peak_rss()
+    before, start_s = peak_rss_bytes(), time.perf_counter()
+    assert store.fetch_ahead([f"{number:032x}" for number in range(8)]) == {}
+    assert time.perf_counter() - start_s < 1.0 + LATE_S
+    assert peak_rss_bytes() - before < 150 << 20
+    store.close()
+
+
+def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(
+    talking: list[TalkingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
+    talking.append(TalkingServer(lambda words: endless(head), speaks_http=True))
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
+        monkeypatch.setenv(f"AWS_{name}", "us-east-1")
+    options = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{talking[0].port}"}}
+    values = ObjectValues("s3://bucket/kv", 5.0, **options)
+    reset_peak_rss()
+    before, start_s = peak_rss_bytes(), time.perf_counter()
+    with pytest.raises(BackendUnreachableError, match="1000000000000"):
+        values.get("a" * 32)
+    assert time.perf_counter() - start_s < 4
+    assert peak_rss_bytes() - before < 100 << 20
+
+
+def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    values = ObjectValues(f"file://{tmp_path}", 5.0)
+    values.put("ab", b"x")
+    values.max_value_bytes = 10
+    with (tmp_path / "ab" / "ab.safetensors").open("wb") as file:
+        file.truncate(TERABYTE)  # sparse
+    with pytest.raises(BackendUnreachableError, match="1000000000000"):
+        values.get("ab")
+
+
+# --- walks ---
+
+
+@pytest.mark.parametrize("cursors", ["go round", "never end"])
+def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
+    cursors: str, talking: list[TalkingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_redis, "_SPARE_ROUNDS", 50)
+    num_scans = 0
+
+    def reply(words: list[bytes]) -> Iterable[bytes]:
+        nonlocal num_scans
+        if words[0] == b"STRLEN":
+            return [b":5\r\n"]
+        if words[0] == b"DBSIZE":
+            return [b":3\r\n"]
+        if words[0] != b"SCAN":
+            return [b"+OK\r\n"]
+        num_scans += 1
+        cursor = b"%d" % (7 + num_scans % 3 if cursors == "go round" else num_scans)
+        name = b"ragblend:kv:%032x" % num_scans
+        return [b"*2\r\n$%d\r\n%b\r\n*1\r\n$%d\r\n%b\r\n" % (len(cursor), cursor, len(name), name)]
+
+    talking.append(TalkingServer(reply))
+    store = open_remote(f"redis://127.0.0.1:{talking[0].port}/0", timeout_s=5.0)
+    assert store.nbytes() == 5 * num_scans > 0
+    assert num_scans <= 60
+    assert store.counters.num_failures == 1
+    store.close()

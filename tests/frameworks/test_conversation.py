@@ -1,0 +1,72 @@
+"""A conversation: what a follow-up is searched for, and that asking for it changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.chains import REPHRASE_PROMPT
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.frameworks.conversation import REPHRASE, ChatSession
+
+CHUNKS = ["George Keller lives in Kinport.", "Julia Bishop works for Synon.", "Synon is based in Wesstad."]
+QUESTION, FOLLOW_UP = "Where does George Keller live?", "And Julia Bishop?"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
+    with load_engine("demo", tmp_path, on_miss="store") as engine:
+        for chunk in CHUNKS[:2]:
+            engine.precompute(chunk)
+        yield engine
+
+
+def ask(session: ChatSession, chunks: list[str], question: str) -> str:
+    turn = session.stream(SegmentedPrompt(chunks, question).chunks, question, max_tokens=8)
+    return "".join(turn)
+
+
+def test_a_follow_up_is_rephrased_from_questions_and_answers_without_their_chunks(engine: TransformersEngine) -> None:
+    session = ChatSession(engine, system="Be brief.")
+    answer = ask(session, CHUNKS[:2], QUESTION)
+    turns = [("system", REPHRASE), ("user", QUESTION), ("assistant", answer), ("user", FOLLOW_UP)]
+    written = engine.generate(SegmentedPrompt.from_messages(turns), mode="full", max_tokens=96)
+    assert written.finish_reason == "stop"
+    assert session.condense(FOLLOW_UP) == " ".join(written.text.split()) != ""
+
+
+def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine: TransformersEngine) -> None:
+    plain, asked = ChatSession(engine), ChatSession(engine)
+    for session in (plain, asked):
+        ask(session, CHUNKS[:2], QUESTION)
+    engine.flush()
+    stored, messages = set(engine.store.keys()), asked.messages
+    asked.condense(FOLLOW_UP)
+    engine.flush()
+    assert (set(engine.store.keys()), asked.messages) == (stored, messages)
+    for session in (plain, asked):
+        ask(session, [CHUNKS[2]], FOLLOW_UP)
+    assert asked.messages == plain.messages
+    assert asked.messages[2].parts[-1] == FOLLOW_UP, "what was typed is answered, not what was searched for"
+
+
+def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_for_as_they_are(
+    engine: TransformersEngine, tiny_engine: Callable[..., TransformersEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ChatSession(engine).condense(QUESTION) == QUESTION
+    endless = tiny_engine()
+    endless.stop_ids = frozenset  # type: ignore[method-assign]  # a random model that never comes to an end
+    session = ChatSession(endless)
+    ask(session, CHUNKS, QUESTION)
+    assert session.condense(FOLLOW_UP) == FOLLOW_UP
+    short = ChatSession(engine)
+    ask(short, [], "Where does " + "George " * 150 + "live?")
+    assert short.condense("Where " + "is " * 5000) == "Where " + "is " * 5000
+    assert "too long to be rephrased" in caplog.text
+
+
+def test_langchain_chains_are_told_the_same() -> None:
+    assert REPHRASE_PROMPT.invoke({"chat_history": [], "input": "Who?"}).to_messages()[0].text == REPHRASE

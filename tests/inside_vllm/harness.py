@@ -1,0 +1,172 @@
+"""vLLM engines in this process, one at a time, and how the tests talk to them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+
+from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.vllm.engine import stop_vllm
+from ragblend.engine.vllm.launch import Checkpoint
+
+# The other tests' families; both files are called conftest, so this one is loaded by its place.
+_spec = importlib.util.spec_from_file_location("family_models", Path(__file__).parents[1] / "conftest.py")
+assert _spec is not None
+assert _spec.loader is not None
+_models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_models)
+FAMILIES, make_model = _models.FAMILIES, _models.make_model
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
+VOCABULARY = 300
+
+
+def machine(checkpoint: Checkpoint, load_share: float, hardware: dict[str, Any]) -> MachineProfile:
+    """A machine that prefills in 1 ms per token, and whose disk takes `load_share` of that to read a token's KV."""
+    speed = checkpoint.bytes_per_token * 1000 / load_share
+    prefill_s = ((1000.0, 1.0),)
+    return MachineProfile(
+        checkpoint.fingerprint,
+        hardware,
+        checkpoint.num_layers,
+        checkpoint.bytes_per_token,
+        prefill_s,
+        bytes_per_s={"disk": speed},
+    )
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    """Ids without the control tokens."""
+    return torch.randint(6, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@contextmanager
+def engine(model: Path, store: Path | None, extra: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """vLLM's `LLM` over a checkpoint, with the connector unless `store` is None. Everything is torn down afterwards."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    if store is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="BlendConnector",
+            kv_connector_module_path="ragblend.engine.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"store": str(store), **(extra or {})},
+        )
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "distributed_executor_backend": "uni",
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    llm = LLM(str(model), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        stop_vllm(llm.llm_engine)
+
+
+def ask(
+    llm: Any, ids: list[int], params: dict[str, Any] | None = None, max_tokens: int = 8, logprobs: int | None = 20
+) -> Any:
+    """One greedy answer: vLLM's RequestOutput."""
+    return ask_all(llm, [(ids, params)], max_tokens, logprobs)[0]
+
+
+def ask_all(
+    llm: Any, prompts: list[tuple[list[int], dict[str, Any] | None]], max_tokens: int = 8, logprobs: int | None = 20
+) -> list[Any]:
+    """Greedy answers to prompts that are all given at once."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"ragblend": params}} if params is not None else None,
+        )
+        for _, params in prompts
+    ]
+    return llm.generate([{"prompt_token_ids": ids} for ids, _ in prompts], sampling, use_tqdm=False)
+
+
+def tokens(output: Any) -> list[int]:
+    """The answer's ids."""
+    return list(output.outputs[0].token_ids)
+
+
+def report(output: Any) -> dict[str, Any]:
+    """The connector's report."""
+    return dict(output.kv_transfer_params["ragblend"])
+
+
+def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -> dict[str, Any]:
+    """Have a chunk computed behind `prefix` and stored."""
+    params = {"mode": "ingest", "spans": [[len(prefix), len(prefix) + len(chunk)]], "namespace": namespace}
+    return report(ask(llm, [*prefix, *chunk, 7], params, max_tokens=1, logprobs=None))
+
+
+@contextmanager
+def reading_at(store: Path, prefix: list[int], layer: int) -> Iterator[None]:
+    """A calibration in `store`, for prompts that begin with `prefix`: `repair` reads the question at `layer`."""
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+
+    disk = DiskStore(store)
+    points = tuple(CurvePoint(ratio, ratio, 0.5, 0.4, 0.6, 1.0, 0.9, 1.1, 0.0) for ratio in (0.0, 1.0))
+    fit = Fit("repair", layer, 0.15, True, 0.5, 0.4, 0.6, points)
+    facts = (next(iter(disk.models())), tuple(prefix), "", 1e9, "agreement 0.5", 60, "k 3", NoiseFloor(1.0, 0.0))
+    path = keep_calibration(disk, Calibration(*facts, (fit,)))
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+def free_blocks(llm: Any) -> int:
+    """Blocks that no request holds."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def connector_worker() -> Any:
+    """The connector's worker half in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+@contextmanager
+def recorded_selections() -> Iterator[list[list[int]]]:
+    """Positions that each blend recomputed through the last layer, in order of the blends."""
+    from ragblend.engine.vllm import worker as vllm_worker
+
+    selections: list[list[int]] = []
+    count = vllm_worker._count
+
+    def recording(report: Any, job: Any, plan: Any, result: Any) -> None:
+        selections.append(result.recomputed.tolist())
+        count(report, job, plan, result)
+
+    vllm_worker._count = recording
+    try:
+        yield selections
+    finally:
+        vllm_worker._count = count

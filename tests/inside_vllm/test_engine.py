@@ -1,0 +1,265 @@
+"""vLLM in this process as an engine, on the embedded model: the same answers as the transformers engine, one store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import recorded_selections
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.config import Settings
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
+from ragblend.engine.notices import Notices
+from ragblend.engine.report import MODES
+from ragblend.engine.shadow import Shadow
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
+from ragblend.llm import ChatBlend
+from ragblend.precompute import precompute_documents
+from ragblend.upkeep.maintenance import examine_vllm
+
+A, B, C = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
+)
+MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
+QUESTION = "Where does George Keller live?"
+PROMPT = SegmentedPrompt([A, B, C], QUESTION)
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine") / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(store: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as engine:
+            precompute_documents([A, B, C], engine)
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def reference(store: Path, engine: Any) -> Iterator[Any]:
+    with load_engine("demo", store, on_miss="inline") as reference:
+        yield reference
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, reference: Any, mode: Any) -> None:
+    ours, theirs = (each.generate(PROMPT, mode=mode, max_tokens=8) for each in (engine, reference))
+    assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
+    assert ours.text == "Kinport"
+    if mode == "full":
+        assert ours.report.recompute_ratio == theirs.report.recompute_ratio == 1.0
+    if mode in ("blend", "reuse"):
+        assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 3
+        assert ours.report.rule == theirs.report.rule
+        assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+    if mode == "blend":
+        assert ours.report.mean_deviation == pytest.approx(theirs.report.mean_deviation, rel=1e-3)
+
+
+def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_shadow", Shadow(1.0))
+    for ratio in (0.0, 1.0):
+        answer = engine.generate(PROMPT, rule="cacheblend_k", recompute_ratio=ratio, max_tokens=8)
+        engine.flush_shadow()
+        full = engine.generate(PROMPT, mode="full", max_tokens=8)
+        found = answer.report.shadow
+        assert found.first_token_agrees == (answer.token_ids[:1] == full.token_ids[:1])
+        assert found.answers_identical == (answer.token_ids == full.token_ids)
+    assert (engine.shadow.num_requests, engine.shadow.num_shadowed) == (2, 2)
+    assert engine.shadow.num_answers_same >= 1  # ratio 1.0 is full prefill
+
+
+@pytest.mark.parametrize("rule", ["auto", *RULES])
+@pytest.mark.parametrize("chunks", [(A, B, C), (C, MISSING, A, B), (B, C, A, MISSING)], ids=["all", "hole", "behind"])
+def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
+    engine: Any, reference: Any, rule: str, chunks: tuple[str, ...]
+) -> None:
+    prompt = SegmentedPrompt(list(chunks), QUESTION)
+    for ratio in (0.05, 0.15, 0.5):
+        with recorded_selections() as selections:
+            ours = engine.generate(prompt, rule=rule, recompute_ratio=ratio, max_tokens=4)
+        theirs = reference.prefill(reference.request(prompt, rule=rule, recompute_ratio=ratio))
+        assert ours.report.num_chunk_hits == 3
+        assert selections == [sorted(theirs.recomputed.tolist())]
+        assert (ours.report.rule, ours.report.probe_s > 0) == (theirs.report.rule, theirs.report.probe_s > 0)
+        for name in ("attention_exact", "attention_recomputed", "attention_stale", "mean_deviation"):
+            seen, expected = getattr(ours.report, name), getattr(theirs.report, name)
+            assert seen == (expected if expected is None else pytest.approx(expected, rel=1e-3, abs=1e-5)), name
+
+
+def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: Any) -> None:
+    assert engine.fingerprint == reference.fingerprint
+    assert engine.bytes_per_token == reference.bytes_per_token
+    assert [reference.is_stored(chunk) for chunk in (A, B, C)] == [True] * 3
+    assert engine.key(A) == reference.key(A)
+
+
+def test_ratio_one_is_full_prefill(engine: Any) -> None:
+    full = engine.generate(PROMPT, mode="full", max_tokens=8)
+    assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == full.token_ids
+
+
+def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
+    prompts = [SegmentedPrompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
+    alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts))
+    assert together == alone
+
+
+def test_a_closed_stream_is_aborted_and_the_next_answer_is_right(engine: Any) -> None:
+    stream = engine.stream(PROMPT, max_tokens=500, temperature=2.0, seed=1)
+    next(stream)
+    stream.close()
+    assert stream.result.finish_reason == "cancelled"
+    assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
+    assert not engine._loop._answers
+
+
+def test_a_forgotten_chunk_is_a_miss_until_it_is_precomputed_again(engine: Any) -> None:
+    assert engine.forget(B)
+    assert not engine.is_stored(B)
+    answer = engine.generate(PROMPT, max_tokens=8)
+    assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 2)
+    assert [chunk.hit for chunk in answer.report.chunks] == [True, False, True]
+    assert engine.precompute(B) > 0
+    assert engine.precompute(B) == 0
+
+
+def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: Path) -> None:
+    before = engine.generate(PROMPT, max_tokens=1).report
+    assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
+    point = CurvePoint(0.0, 0.0, 0.5, 0.4, 0.6, 1.0, 0.9, 1.1, 0.0)
+    points = (
+        point,
+        point._replace(ratio=0.5, agreement=0.9, high=1.0),
+        point._replace(ratio=1.0, agreement=1.0, high=1.0),
+    )
+    fit = Fit("cacheblend_k", 2, 0.5, True, 0.8, 0.7, 0.9, points)
+    floor = NoiseFloor(1.0, 0.0)
+    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, "agreement 0.8", 60, "k 3", floor)
+    path = keep_calibration(DiskStore(store), Calibration(*facts, (fit,)))
+    for ratio in (None, "auto"):
+        report = engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=1).report
+        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.5, 0.8)
+        # Layer 2 was read, so more tokens ran that far than with the usual layer 1.
+        usual = engine.generate(PROMPT, rule="cacheblend", recompute_ratio=0.5, max_tokens=1).report
+        assert report.charged_budget > usual.charged_budget
+        assert usual.predicted_agreement is None
+    asked = engine.generate(PROMPT, recompute_ratio=0.75, max_tokens=1).report
+    assert (asked.recompute_ratio, asked.predicted_agreement) == (0.75, pytest.approx(0.95))
+    assert engine.generate(PROMPT, mode="reuse", max_tokens=1).report.predicted_agreement == 0.5
+    assert engine.generate(PROMPT, mode="full", max_tokens=1).report.predicted_agreement is None
+    path.unlink()
+    assert engine.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.recompute_ratio == DEFAULT_RATIO
+
+
+def test_stop_strings_and_limits(engine: Any) -> None:
+    stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
+    assert stopped.text == "Kin"
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
+        assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
+    answer = engine.generate(PROMPT, max_tokens=1)
+    assert len(answer.token_ids) == 1
+    with pytest.raises(PromptTooLongError, match="1024"):
+        engine.generate(SegmentedPrompt([A] * 200, QUESTION))
+
+
+def test_a_chat_model_over_it(engine: Any) -> None:
+    message = ChatBlend(engine=engine, max_tokens=8).invoke(f"{A}\n\n{B}\n\n{QUESTION}")
+    assert message.text == "Kinport"
+    assert message.response_metadata["ragblend"]["num_chunk_hits"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"vllm_options": {"model": "x"}}, "model"),
+        ({"vllm_options": {"no_such_option": 1}}, "no_such_option"),
+        ({"device": "cuda:1"}, "cuda:1"),
+        ({"store": object()}, "directory"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        load_engine("demo", backend="vllm", **arguments)
+
+
+def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    with pytest.raises(RagblendError, match="VLLM_PLUGINS=others,ragblend"):
+        load_engine("demo", backend="vllm")
+    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm"))}
+    assert not checks["vllm plugin"].ok
+    assert "unset it" in checks["vllm plugin"].remedy
+    assert checks["vllm"].ok
+    assert checks["vllm model"].ok
+
+
+def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    checks = {check.name: check for check in examine_vllm(Settings(backend="vllm", store=str(tmp_path)))}
+    assert not checks["vllm store"].ok
+    assert "cannot write" in checks["vllm store"].finding
+
+
+def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
+    engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
+    with load_engine("demo", store, system="Be brief.", on_miss="inline") as other:
+        precompute_documents(chunks, other)
+    monkeypatch.setattr(engine, "notices", Notices(engine, flags=f"--model demo --store {store}"))
+    for _ in range(2):
+        assert engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=1).report.num_chunk_hits == 0
+    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("notices"))
+    assert f"2 of the 2 chunks of a prompt are stored in the store {store} behind another prefix ('Be brief.')" in line
+    assert f"ragblend precompute --model demo --store {store}" in line
+
+
+def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:
+    engine.close()
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.generate(PROMPT, max_tokens=1)
+
+
+def test_zz_streams_end_quietly_when_their_engine_is_closed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model's, which does not know when to stop: half read, read by another thread, and not begun."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = load_engine(str(checkpoint("llama")), tmp_path, backend="vllm", vllm_options=SMALL)
+    half, running, unread = (engine.stream(PROMPT, max_tokens=800) for _ in range(3))
+    next(half)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(running), daemon=True)
+    thread.start()
+    while thread.is_alive() and len(running.result.token_ids) < 5:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    for stream in (half, unread):
+        list(stream)
+    assert [stream.result.finish_reason for stream in (half, running, unread)] == ["cancelled"] * 3
+    assert running.result.text == "".join(ended) != ""

@@ -1,0 +1,125 @@
+"""The same answers from two tensor-parallel ranks, and with torch.compile. Each brings processes or a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from continued import Continued
+from harness import (
+    ask,
+    ask_all,
+    engine,
+    free_blocks,
+    ingest,
+    machine,
+    random_ids,
+    reading_at,
+    recorded_selections,
+    report,
+    tokens,
+)
+from reference import Span
+
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.tuning.machine import serving_facts, write_profile
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.engine.vllm.loading import MemoryChange
+
+PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
+IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
+SPANS = [[5, 66], [66, 106], [106, 181]]
+
+
+def assert_exact(llm: Any, stock: Callable[[str], Any], store: Path) -> None:
+    """Ingest, then compare with vLLM's own prefill and with the independent CacheBlend."""
+    for chunk in CHUNKS:
+        assert ingest(llm, PREFIX, chunk)["refused_reason"] is None
+    whole = ask(llm, IDS, {"mode": "blend", "ratio": 1.0, "spans": SPANS})
+    assert report(whole)["num_chunk_hits"] == 3
+    assert tokens(whole) == tokens(ask(llm, IDS))
+    parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
+    reference = Continued(stock("llama"))
+
+    def agree(rules: tuple[str, ...], layer: int) -> None:
+        cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in rules]
+        params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
+        # All at once, so that those with few tokens to recompute share passes.
+        for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
+            expected = reference.blended(parts, ratio, rule, [], layer=layer)
+            assert report(output)["num_recomputed_tokens"] == len(expected.selected)
+            assert_close(output, reference)
+
+    agree(("cacheblend", "cacheblend_k", "repair"), 1)
+    with reading_at(store, PREFIX, 4):
+        agree(("repair",), 4)
+
+
+def assert_close(output: Any, reference: Continued) -> None:
+    answer = tokens(output)
+    for step, logprobs in enumerate(output.outputs[0].logprobs):
+        truth = reference.logprobs(step, answer)
+        for token, entry in logprobs.items():
+            assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
+
+
+def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = find_checkpoint(str(checkpoint("llama")), "float32")
+    write_profile(tmp_path / "two", machine(found, 2.0, serving_facts(None, 2)))
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
+    with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
+        assert_exact(llm, stock, tmp_path / "two")
+        # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
+        blended = report(ask(llm, IDS, {"mode": "blend", "spans": SPANS}))
+        assert (blended["num_chunk_hits"], blended["ratio"], blended["refused_reason"]) == (3, DEFAULT_RATIO, None)
+        loading = llm.llm_engine.engine_core.engine_core.scheduler.connector._loading
+        loading.note(MemoryChange(gone=tuple(DiskStore(tmp_path / "two").keys())))
+        refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
+        assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
+        assert tokens(refused) == tokens(ask(llm, IDS))
+    with engine(checkpoint("llama"), tmp_path / "one", skip_tokenizer_init=True) as llm:
+        for chunk in CHUNKS:
+            ingest(llm, PREFIX, chunk)
+    two, one = DiskStore(tmp_path / "two"), DiskStore(tmp_path / "one")
+    assert sorted(two.keys()) == sorted(one.keys())
+    for key in two.keys():  # noqa: SIM118 (a store is not a dict)
+        for layer in range(6):
+            for mine, other in zip(two.get(key).layer(layer), one.get(key).layer(layer), strict=True):
+                assert mine.shape == other.shape
+                assert (mine - other).abs().max() <= 1e-5 * other.abs().max()  # float32: rounding alone
+
+
+def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
+    with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
+        assert_exact(llm, stock, tmp_path)
+
+
+@pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_a_long_question_in_chunks_of_a_prefill(
+    scheduling, caching, checkpoint: Callable[[str], Path], stock, tmp_path
+):
+    """What is asked ahead is longer than a batch, so it is cut, and vLLM computes it in several steps afterwards."""
+    options = {"max_num_batched_tokens": 256, "async_scheduling": scheduling, "enable_prefix_caching": caching}
+    unstored = random_ids(290, 9)
+    ids = [*IDS[:-9], *unstored, *QUESTION]
+    parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS)]
+    parts += [Span(unstored), Span(QUESTION)]
+    spans = [*SPANS, [181, 471]]
+    reference = Continued(stock("llama"))
+    with engine(checkpoint("llama"), tmp_path, {"slice_tokens": 30}, skip_tokenizer_init=True, **options) as llm:
+        assert_exact(llm, stock, tmp_path)
+        free = free_blocks(llm)
+        for layer in (1, 4):
+            with reading_at(tmp_path, PREFIX, layer), recorded_selections() as selections:
+                output = ask(llm, ids, {"mode": "blend", "rule": "repair", "ratio": 0.15, "spans": spans})
+            assert selections == [reference.blended(parts, 0.15, "repair", [], 471, layer=layer).selected]
+            assert_close(output, reference)
+        # Asking costs more here than it brings, so the default falls back to the rule that needs no question.
+        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == "cacheblend"
+        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == "repair"
+        assert free_blocks(llm) == free

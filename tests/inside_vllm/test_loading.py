@@ -1,0 +1,176 @@
+"""The loading controller and prefetch under vLLM: the transformers engine's decisions, and chunks there in time.
+
+The profiles are made up, so that each test knows what must follow; `test_profiling.py` shows that they are measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from harness import connector_worker, machine, recorded_selections
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.machine import machine_facts, serving_facts, write_profile
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.precompute import precompute_documents
+
+CHUNKS = [f"{name} Keller lives in Kinport. Julia Bishop works for Synon. " * 4 for name in ("George", "Tom", "Ben")]
+PROMPT = SegmentedPrompt(CHUNKS, "Where does George Keller live?")
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """vLLM and the transformers engine over one store with profiles that make full prefill the faster way."""
+    store = tmp_path_factory.mktemp("loading") / "kv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with load_engine("demo", store, on_miss="inline") as first:
+            precompute_documents(CHUNKS, first)
+            for hardware in (machine_facts(), serving_facts(None)):
+                write_profile(store, machine(find_checkpoint("demo"), SLOW, hardware))
+        with (
+            load_engine("demo", store, on_miss="inline") as reference,
+            load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as ours,
+        ):
+            yield ours, reference
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_memory(request: pytest.FixtureRequest) -> None:
+    if "engines" in request.fixturenames:
+        forget_memory(*request.getfixturevalue("engines"))
+
+
+def forget_memory(ours: Any, reference: Any) -> None:
+    gc.collect()  # an entry that somebody still holds is shared, and does not come up from the disk again
+    for memory in (worker_store().tiers[0], reference.store.tiers[0]):
+        for key in memory.keys():  # noqa: SIM118
+            memory.delete(key)
+    assert ours.generate(PROMPT, mode="full", max_tokens=1).report.refused_reason == ""
+
+
+def worker_store() -> Any:
+    """The store that vLLM's worker reads, memory over disk."""
+    return connector_worker()._store
+
+
+def connector(engine: Any) -> Any:
+    """The scheduler's half."""
+    return engine._loop._engine.engine_core.engine_core.scheduler.connector
+
+
+def set_load_share(ours: Any, reference: Any, share: float) -> None:
+    """How slow the disk is, in both engines' profiles."""
+    for each in (connector(ours)._loading, reference):
+        each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itself(
+    engines: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, reference = engines
+    with caplog.at_level(logging.WARNING), recorded_selections() as blended:
+        found = [ours.generate(PROMPT, max_tokens=8) for _ in range(2)]
+    full = ours.generate(PROMPT, mode="full", max_tokens=8)
+    theirs = reference.generate(PROMPT, max_tokens=8).report
+    assert theirs.refused_reason
+    for answer in found:
+        assert answer.report.refused_reason == theirs.refused_reason
+        assert answer.token_ids == full.token_ids
+        assert (answer.report.mode, answer.report.num_chunks, answer.report.num_chunk_hits) == ("prefix", 3, 0)
+    first, second = (answer.report for answer in found)
+    assert (first.charged_budget, first.num_reused_tokens) == (1.0, 0)
+    assert second.num_reused_tokens == second.num_prefix_tokens > 0  # an ordinary prefill: vLLM's own cache has it
+    assert blended == []
+    assert caplog.text.count("stored KV is not used") == 2  # once by either engine
+    assert "prefilled in full" not in caplog.text
+
+
+def test_a_request_that_names_its_ratio_is_not_refused(engines: tuple[Any, Any]) -> None:
+    ours, _ = engines
+    ours_ratio = connector(ours).config
+    assert ours.generate(PROMPT, recompute_ratio=0.15, max_tokens=1).report.num_chunk_hits == 3
+    assert ours.generate(PROMPT, mode="reuse", max_tokens=1).report.num_chunk_hits == 3
+    forget_memory(*engines)
+    try:
+        connector(ours).config = replace(ours_ratio, ratio=0.3)  # as `serve --ratio` sets it: for those that name none
+        assert ours.generate(PROMPT, max_tokens=1).report.recompute_ratio == 0.3
+        forget_memory(*engines)
+        assert ours.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.refused_reason
+    finally:
+        connector(ours).config = ours_ratio
+
+
+@pytest.mark.parametrize("load_share", [0.3, 0.5, HIDING])
+def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_engine(
+    engines: tuple[Any, Any], load_share: float
+) -> None:
+    ours, reference = engines
+    set_load_share(ours, reference, load_share)
+    found, theirs = (each.generate(PROMPT, max_tokens=4).report for each in engines)
+    assert found.recompute_ratio == pytest.approx(theirs.recompute_ratio, rel=1e-12)
+    assert found.num_recomputed_tokens == theirs.num_recomputed_tokens
+    assert found.num_chunk_hits == 3
+    assert found.recompute_ratio > DEFAULT_RATIO or load_share < 0.5
+    # Blending from the disk moved them up: from memory nothing hides, and the least ratio stays.
+    again = [each.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.recompute_ratio for each in engines]
+    assert again == [DEFAULT_RATIO, DEFAULT_RATIO]
+
+
+def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
+    ours, reference = engines
+    points = tuple(CurvePoint(ratio, ratio, ratio, ratio, ratio, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
+    fit = Fit("cacheblend_k", 1, 0.25, True, 0.25, 0.2, 0.3, points)
+    facts = (ours.fingerprint, ours.default_prefix_ids, "any", 1e9, "agreement 0.25", 60, "k 3")
+    disk = connector(ours)._disk
+    path = keep_calibration(disk, Calibration(*facts, NoiseFloor(1.0, 0.0), (fit,)))
+    try:
+        for share in (FAST, HIDING):
+            forget_memory(*engines)
+            set_load_share(ours, reference, share)
+            found, theirs = (each.generate(PROMPT, max_tokens=1).report for each in engines)
+            assert found.recompute_ratio == pytest.approx(theirs.recompute_ratio)
+            assert found.predicted_agreement == pytest.approx(found.recompute_ratio)
+            assert (found.recompute_ratio == 0.25) == (share == FAST)
+    finally:
+        path.unlink()
+
+
+def test_prefetch_turns_a_read_from_disk_into_a_hit_in_memory(engines: tuple[Any, Any]) -> None:
+    ours, reference = engines
+    set_load_share(ours, reference, SLOW)
+    assert ours.generate(PROMPT, max_tokens=1).report.refused_reason
+    memory, disk = worker_store().tiers
+    ours.prefetch(CHUNKS)  # while vLLM rests
+    wait_until(lambda: all(memory.contains(ours.key(chunk)) for chunk in CHUNKS))
+    before = memory.counters.num_hits, disk.counters.num_hits
+    answer = ours.generate(PROMPT, max_tokens=8)
+    assert (answer.report.refused_reason, answer.report.recompute_ratio) == ("", DEFAULT_RATIO)
+    assert answer.report.num_chunk_hits == 3
+    assert (memory.counters.num_hits - before[0], disk.counters.num_hits - before[1]) == (3, 0)
+
+
+def test_prefetching_what_is_not_there_changes_nothing(engines: tuple[Any, Any]) -> None:
+    ours, _ = engines
+    ours.prefetch(["Nobody has ever stored this."])
+    ours.prefetch([])
+    assert ours.generate(PROMPT, mode="full", max_tokens=1).token_ids
+    assert list(worker_store().tiers[0].keys()) == []

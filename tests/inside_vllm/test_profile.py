@@ -1,0 +1,51 @@
+"""`ragblend profile --backend vllm` for real, and what it leaves: a profile that only vLLM follows."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from commands import run_command
+
+from ragblend.config import Settings
+from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, serving_facts
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import NotFoundError
+from ragblend.upkeep.measure import find_profile
+
+
+def test_vllm_is_profiled_and_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    store = tmp_path / "kv"
+    place = ("--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
+    assert run_command("plan", "--device", "ssd:2:0.1", *place) == 3
+    assert "--backend vllm" in capsys.readouterr().err
+    options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
+    assert run_command("profile", "--chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    checkpoint = find_checkpoint("demo")
+    assert found["hardware"] == serving_facts(None)
+    assert found["fingerprint"] == checkpoint.fingerprint
+    assert (found["num_layers"], found["bytes_per_token"]) == (checkpoint.num_layers, checkpoint.bytes_per_token)
+    lengths = [tokens for tokens, _ in found["prefill_s"]]
+    assert [after - before for before, after in pairwise(lengths)] == [60, 120]
+    assert [ratio for ratio, _ in found["shares"]] == [0.0, 0.15, 0.5, 1.0]
+    assert found["bytes_per_s"]["disk"] > 0
+    assert not list(store.rglob("*.safetensors"))  # nor anything else of what was measured on
+    assert [path.name for path in store.iterdir()] == ["machines"]
+
+    kept = read_machine_profile(store, checkpoint.fingerprint, serving_facts(None))
+    assert kept is not None
+    assert kept == find_profile(Settings(store=str(store), backend="vllm"))
+    assert read_machine_profile(store, checkpoint.fingerprint, machine_facts()) is None
+    for other in (Settings(store=str(store)), Settings(store=str(store), backend="vllm")):
+        with pytest.raises(NotFoundError, match="ragblend profile"):
+            find_profile(other, {"tensor_parallel_size": 2} if other.backend == "vllm" else None)
+    assert run_command("plan", "--device", "disk::0.08", *place) == 0
+    assert json.loads(capsys.readouterr().out)["options"][0]["device"] == "disk"

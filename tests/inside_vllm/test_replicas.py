@@ -1,0 +1,353 @@
+"""docs/compose.yaml without containers: its commands, settings and nginx configuration, as processes of this machine.
+
+Only addresses and directories are others, and nothing is installed. The tests are one story and run in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from openai import AuthenticationError, OpenAI
+from servers import HttpServer, RedisServer, free_port
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.errors import BackendUnreachableError
+
+pytestmark = pytest.mark.timeout(1200)  # two servers start at once, on one core perhaps
+FILE = Path(__file__).parents[2] / "docs" / "compose.yaml"
+KEY = "a-key-for-tests"
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+REPLICAS = ("replica-0", "replica-1")
+ON_CPU = "--enforce-eager --max-model-len 1024"  # what the tiny model is served with here
+HOMES = {
+    "George Keller": "Kinport", "Julia Bishop": "Wesstad", "Arthur Archer": "Calville", "Ben Howard": "Kinport",
+    "Tom Ashby": "Wesstad", "Lisa Carter": "Calville", "Paul Fisher": "Kinport", "Anna Mason": "Wesstad",
+    "Mark Turner": "Calville", "Ruth Palmer": "Kinport", "Henry Baker": "Wesstad", "Clara Porter": "Calville",
+}  # fmt: skip
+TEXTS = {person: f"{person} lives in {home}. {person} works for Synon." for person, home in HOMES.items()}
+
+
+@dataclass
+class Deployment:
+    """What `docker compose up` would have started."""
+
+    services: dict[str, Any]
+    cache: RedisServer
+    replicas: dict[str, HttpServer]
+    balancer: HttpServer
+    home: Path
+
+    def metrics(self, replica: str) -> dict[str, float]:
+        """A replica's own counters."""
+        lines = httpx.get(f"{self.replicas[replica].url}/metrics", timeout=60).text.splitlines()
+        found = (re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line) for line in lines)
+        return {match[1]: float(match[2]) for match in found if match}
+
+    def keys(self, replica: str) -> set[str]:
+        """The chunks on a replica's own disk."""
+        return set(DiskStore(self.home / replica / "kv").keys())
+
+
+def interpolated(text: str, environment: Mapping[str, str]) -> str:
+    """`text` as Compose reads it: $$ is a dollar sign, ${NAME:-default} and ${NAME:?message} are variables."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return "$"
+        assert match[2] == "-" or environment.get(match[1]), match[3]
+        return environment.get(match[1]) or match[3]
+
+    return re.sub(r"\$(?:\$|\{(\w+):([?-])([^}]*)\})", value, text)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    if NGINX is None:
+        pytest.skip("no nginx; install one: apt-get install nginx")
+    home = tmp_path_factory.mktemp("compose")
+    cache = RedisServer(home)
+    ports = {name: free_port() for name in (*REPLICAS, "balancer")}
+    plan = yaml.safe_load(interpolated(FILE.read_text(), {"MODEL": "demo", "RAGBLEND_API_KEY": KEY}))
+    services = plan["services"]
+    with ExitStack() as stack:
+        stack.callback(cache.kill)
+        cache.start(*services["cache"]["command"][1:])
+        replicas = {}
+        for name in REPLICAS:  # both at once: importing vLLM takes long
+            replicas[name] = start_replica(services[name], ports[name], cache, home / name)
+            stack.callback(replicas[name].stop)
+        balancer = start_nginx(plan["configs"]["nginx"]["content"], ports, home / "balancer")
+        stack.callback(balancer.stop)
+        for server in replicas.values():
+            server.wait(900)
+        balancer.wait()
+        yield Deployment(services, cache, replicas, balancer, home)
+
+
+def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, home: Path) -> HttpServer:
+    home.mkdir()
+    (command,) = service["command"]
+    command = replaced(command, "/kv", str(home / "kv"))
+    command = replaced(command, "--host 0.0.0.0 --port 8000", f"--host 127.0.0.1 --port {port} {ON_CPU}")
+    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {name: str(value) for name, value in service["environment"].items()}
+    environment["RAGBLEND_REMOTE"] = replaced(environment["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PATH": path()}
+    nothing_installed = f"pip() {{ echo left out: pip $*; }}; {command}"
+    return HttpServer([*service["entrypoint"], nothing_installed], f"http://127.0.0.1:{port}", home, environment)
+
+
+def start_nginx(site: str, ports: Mapping[str, int], home: Path) -> HttpServer:
+    """nginx with two worker processes, as many as a machine of two cores would have."""
+    for name in REPLICAS:
+        site = replaced(site, f"server {name}:8000 resolve;", f"server 127.0.0.1:{ports[name]};")
+    site = replaced(site, "listen 80;", f"listen 127.0.0.1:{ports['balancer']};")
+    home.mkdir()
+    user = f"user {pwd.getpwuid(0).pw_name};" if os.getuid() == 0 else ""  # the workers must reach `home`
+    folders = " ".join(
+        f"{name}_temp_path {home}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (home / "nginx.conf").write_text(
+        f"{user} daemon off; worker_processes 2; pid {home}/pid; error_log stderr;\n"
+        f"events {{}}\nhttp {{ access_log off; {folders}\n{site}}}\n"
+    )
+    command = [str(NGINX), "-p", str(home), "-c", str(home / "nginx.conf"), "-e", "stderr"]
+    return HttpServer(command, f"http://127.0.0.1:{ports['balancer']}", home, os.environ)
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """`text` with `old`, which must be there once, as `new`."""
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+def path() -> str:
+    """Where `ragblend` is found, this environment's first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="module")
+def engine(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Our client, through the balancer."""
+    texts = tmp_path_factory.mktemp("texts")
+    with load_engine("demo", texts, backend=deployment.balancer.url, api_key=KEY, on_miss="inline") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The transformers engine in this process, over a store of its own: what the right answers are."""
+    with load_engine("demo", tmp_path_factory.mktemp("alone"), on_miss="inline") as alone:
+        for text in TEXTS.values():
+            alone.precompute(text)
+        yield alone
+
+
+def prompts(count: int, seed: int) -> list[SegmentedPrompt]:
+    """Questions about one of several chunks, in random orders."""
+    dice, made = random.Random(seed), []
+    for _ in range(count):
+        people = dice.sample(list(HOMES), dice.randint(3, 6))
+        made.append(SegmentedPrompt([TEXTS[person] for person in people], f"Where does {dice.choice(people)} live?"))
+    return made
+
+
+def ask(engine: Any, prompt: SegmentedPrompt) -> Any:
+    return engine.generate(prompt, max_tokens=8)
+
+
+def assert_same(answer: Any, alone: Any) -> None:
+    assert (answer.text, answer.token_ids) == (alone.text, alone.token_ids)
+    assert answer.report.num_chunk_hits == answer.report.num_chunks == alone.report.num_chunk_hits
+    assert answer.report.num_recomputed_tokens == alone.report.num_recomputed_tokens
+
+
+def test_the_commands_at_the_top_ingest_through_the_balancer(deployment: Deployment, engine: Any) -> None:
+    documents = deployment.home / "docs"
+    documents.mkdir()
+    for person, text in TEXTS.items():
+        (documents / f"{person}.txt").write_text(text)
+    commands = re.findall(r"^#   (.+)$", FILE.read_text(), re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["export", "docker", "ragblend"]
+    script = replaced("\n".join([commands[0], commands[2]]), "http://localhost:8000", deployment.balancer.url)
+    script = replaced(replaced(script, "MODEL=Qwen/Qwen3-8B", "MODEL=demo"), "change-me", KEY)
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")} | {"PATH": path()}
+    done = subprocess.run(["bash", "-c", script], cwd=deployment.home, env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [deployment.keys(replica) for replica in REPLICAS]
+    assert found[0].isdisjoint(found[1])  # each was prefilled once
+    assert all(found)
+    assert found[0] | found[1] == {engine.key(text) for text in TEXTS.values()}
+    counted = [deployment.metrics(replica)["ragblend_ingested_chunks_total"] for replica in REPLICAS]
+    assert counted == [len(keys) for keys in found]
+
+
+def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(
+    deployment: Deployment, engine: Any, expected: Any
+) -> None:
+    remote, end_s = open_remote(deployment.cache.url), time.monotonic() + 60
+    while len(list(remote.keys())) < len(TEXTS) and time.monotonic() < end_s:
+        time.sleep(0.1)  # they are sent in the background
+    before = [deployment.metrics(replica) for replica in REPLICAS]
+    asked = prompts(24, 0)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(engine, prompt), asked))
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_same(answer, ask(expected, prompt))
+    after = [deployment.metrics(replica) for replica in REPLICAS]
+    grown = {name: [b[name] - a[name] for a, b in zip(before, after, strict=True)] for name in before[0]}
+    assert all(grown["ragblend_requests_total"])
+    assert sum(grown["ragblend_requests_total"]) == len(asked)
+    assert sum(grown["ragblend_chunk_hits_total"]) == sum(answer.report.num_chunks for answer in answers)
+    assert sum(grown["ragblend_chunk_misses_total"]) == 0
+    assert all(grown["ragblend_remote_hits_total"])  # what the other one had ingested
+    assert sum(grown["ragblend_ingested_chunks_total"]) == 0
+
+
+def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(
+    deployment: Deployment, engine: Any, expected: Any
+) -> None:
+    for prompt in prompts(4, 1):
+        stream = engine.stream(prompt, max_tokens=8)
+        pieces = list(stream)
+        assert "".join(pieces).strip() == ask(expected, prompt).text
+        assert stream.result.report.num_chunk_hits == len(prompt.chunks)
+    limit = 3000  # enough that a slow machine has not made them all before it is asked
+    body = engine.body(engine.stream(prompts(1, 2)[0], max_tokens=limit)._request)
+    body |= {"ignore_eos": True, "stop_token_ids": []}
+    before = sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS)
+    headers, url = {"Authorization": f"Bearer {KEY}"}, f"{deployment.balancer.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        assert wait_for(lambda: num_running(deployment) == 1)  # metrics come a little later than tokens
+    assert wait_for(lambda: not num_running(deployment))
+    made = sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS) - before
+    assert made < limit
+
+
+def wait_for(happened: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not happened() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return happened()
+
+
+def num_running(deployment: Deployment) -> float:
+    return sum(deployment.metrics(replica)["num_requests_running"] for replica in REPLICAS)
+
+
+def test_an_openai_client_gets_answers(deployment: Deployment, engine: Any) -> None:
+    client = OpenAI(base_url=f"{deployment.balancer.url}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    marked = f"<s><doc> {TEXTS['George Keller']}<doc> {TEXTS['Ben Howard']}<q> Where does George Keller live?<a>"
+    answer = client.completions.create(
+        model="demo", prompt=marked, max_tokens=8, temperature=0, extra_body={"add_special_tokens": False}
+    )
+    assert answer.choices[0].text.strip() == "Kinport"
+    assert (answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"] == 2
+
+
+def test_the_balancer_shows_only_what_the_key_guards(deployment: Deployment) -> None:
+    url, replica = deployment.balancer.url, deployment.replicas["replica-0"].url
+    prompt = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
+    assert httpx.post(f"{replica}/invocations", json=prompt, timeout=60).status_code == 200  # vLLM's own, without a key
+    assert httpx.get(f"{replica}/metrics", timeout=60).status_code == 200
+    for shut in (
+        "/invocations",
+        "/metrics",
+        "/metrics/",
+        "//invocations",
+        "/v1/../metrics",
+        "/v1/%2e%2e/metrics",
+        "/docs",
+    ):
+        assert status(url, shut) == status(url, shut, prompt) == 404, shut
+    assert status(url, "/metrics/../v1/models") == 401  # neither side reads it as /metrics
+    for wrong in ({}, {"Authorization": "Bearer wrong"}):
+        assert httpx.post(f"{url}/v1/completions", json=prompt, headers=wrong, timeout=60).status_code == 401
+        assert httpx.get(f"{url}/v1/ragblend", headers=wrong, timeout=60).status_code == 401
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def status(url: str, path: str, body: Any = None) -> int:
+    """Of an answer without a key, to a path that is sent as it is written."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
+    return connection.getresponse().status
+
+
+def test_the_health_checks_pass(deployment: Deployment) -> None:
+    if shutil.which("curl") is None or shutil.which("redis-cli") is None:
+        pytest.skip("no curl or redis-cli")
+    for name, server in deployment.replicas.items():
+        kind, *check = deployment.services[name]["healthcheck"]["test"]
+        check[-1] = replaced(check[-1], "http://localhost:8000", server.url)
+        assert kind == "CMD"
+        assert subprocess.run(check, capture_output=True).returncode == 0
+    kind, tool, *words = deployment.services["cache"]["healthcheck"]["test"]
+    assert (kind, tool) == ("CMD", "valkey-cli")
+    check = ["redis-cli", "-p", str(deployment.cache.port), *words]
+    assert subprocess.run(check, capture_output=True, text=True).stdout == "PONG\n"
+
+
+def test_without_the_cache_replicas_answer_from_what_they_have(
+    deployment: Deployment, engine: Any, expected: Any
+) -> None:
+    deployment.cache.kill()
+    for prompt in prompts(6, 3):
+        assert_same(ask(engine, prompt), ask(expected, prompt))  # by now each replica has every chunk
+    new = "Emma Cooper lives in Kinport. Emma Cooper works for Synon."
+    engine.precompute(new)
+    answers = [ask(engine, SegmentedPrompt([new], "Where does Emma Cooper live?")) for _ in range(4)]
+    assert {answer.text for answer in answers} == {"Kinport"}
+    assert {answer.report.num_chunk_hits for answer in answers} == {0, 1}  # a hit where it was ingested
+
+
+def test_when_a_replica_is_killed_the_other_goes_on(deployment: Deployment, engine: Any, expected: Any) -> None:
+    def outcome(prompt: SegmentedPrompt) -> Any:
+        try:
+            return ask(engine, prompt)
+        except BackendUnreachableError as error:  # it died in the middle of this answer
+            return error
+
+    asked = prompts(16, 4)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(outcome, prompt) for prompt in asked]
+        answers[3].result()
+        deployment.replicas["replica-1"].kill()
+        outcomes = [answer.result() for answer in answers]
+    lost = [found for found in outcomes if isinstance(found, BackendUnreachableError)]
+    assert len(lost) <= 4  # those under way
+    for prompt, found in zip(asked, outcomes, strict=True):
+        if found not in lost:
+            assert_same(found, ask(expected, prompt))
+    before = deployment.metrics("replica-0")["ragblend_requests_total"]
+    for prompt in prompts(6, 5):
+        assert_same(ask(engine, prompt), ask(expected, prompt))
+    assert deployment.metrics("replica-0")["ragblend_requests_total"] == before + 6
+    assert httpx.get(f"{deployment.balancer.url}/health", timeout=60).status_code == 200

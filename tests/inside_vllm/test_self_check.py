@@ -1,0 +1,65 @@
+"""The start-up check: passes on a model that is driven rightly, and notices every way of driving it wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ask, connector_worker, engine, random_ids, tokens
+
+from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.vllm.layers import VllmLayers
+from ragblend.engine.vllm.self_check import self_check
+from ragblend.errors import UnsupportedModelError
+
+
+def shifted_keys(layers: VllmLayers, *args: Any) -> Any:
+    layer, keys, rows = args
+    return VllmLayers.place_keys(layers, layer, keys, rows + 1)
+
+
+def swapped_kv(layers: VllmLayers, *args: Any) -> LayerKV:
+    keys, values = VllmLayers.project_kv(layers, *args)
+    return LayerKV(values, keys)
+
+
+def one_request(layers: VllmLayers, rows: Any, *whose: Any) -> Any:
+    """Scattered rows as one request: what a causal flag would do, right-aligned."""
+    return [layers._piece(slice(0, len(rows)), [(0, len(rows))], rows, *whose)]
+
+
+def earlier_question(layers: VllmLayers, *args: Any) -> Any:
+    layer, hidden, rows, *rest = args
+    return VllmLayers.run_layer_ahead(layers, layer, hidden, rows - 1, *rest)
+
+
+def unscaled(layers: VllmLayers, *args: Any) -> Any:
+    impl = layers._attention[args[0]].impl
+    scale, impl.scale = impl.scale, 1.0  # only while the question is asked
+    try:
+        return VllmLayers.run_layer_ahead(layers, *args)
+    finally:
+        impl.scale = scale
+
+
+def nothing(*args: Any) -> None:
+    """Stored KV that never gets into the cache."""
+
+
+def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path], tmp_path, monkeypatch):
+    with engine(checkpoint("qwen3"), tmp_path, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
+        layers = connector_worker().layers
+        self_check(layers, 300, 100, "it")
+        breakages = {"place_keys": shifted_keys, "project_kv": swapped_kv, "cut": one_request, "write": nothing}
+        asked = [("run_layer_ahead", earlier_question), ("run_layer_ahead", unscaled)]
+        for name, broken in [*breakages.items(), *asked]:
+            with monkeypatch.context() as patch:
+                patch.setattr(layers, name, lambda *args, broken=broken: broken(layers, *args))
+                with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
+                    self_check(layers, 300, 100, "it")
+        with pytest.raises(UnsupportedModelError, match="needs 4"):
+            self_check(layers, 300, 3, "it")
+        ids = random_ids(50, 1)
+        assert tokens(ask(llm, ids)) == tokens(ask(llm, ids))

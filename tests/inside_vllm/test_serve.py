@@ -1,0 +1,291 @@
+"""`ragblend serve` for real: vLLM's own server, its processes, its HTTP. Everybody who asks gets the same answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import machine
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from openai import AuthenticationError, OpenAI
+from servers import REDIS_BINARY, HttpServer, free_port, running_redis
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.machine import serving_facts, write_profile
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import RagblendError
+from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
+from ragblend.llm import BlendLLM
+from ragblend.precompute import precompute_documents
+
+A, B = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+)
+QUESTION = "Where does George Keller live?"
+PROMPT = SegmentedPrompt([A, B], QUESTION)
+MARKED = f"<s><doc> {A}<doc> {B}<q> {QUESTION}<a>"  # the demo model's own layout, written by hand
+KEY = "a-key-for-tests"
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis behind the server's store; "" where there is none to start."""
+    if REDIS_BINARY is None or importlib.util.find_spec("redis") is None:
+        yield ""
+    else:
+        for server in running_redis(tmp_path_factory.mktemp("redis")):
+            yield server.url
+
+
+@pytest.fixture(scope="module")
+def url(remote: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server over an empty store, for this module."""
+    home = tmp_path_factory.mktemp("serve")
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
+    port = free_port()
+    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
+    command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--remote", remote] if remote else []
+    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
+    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
+    try:
+        server.wait()
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Our client, with both chunks ingested through it."""
+    with load_engine("demo", tmp_path_factory.mktemp("texts"), backend=url, api_key=KEY) as engine:
+        report = precompute_documents([A, B], engine)
+        assert report.num_new_kv == 2
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def openai(url: str, engine: Any) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    found = (re.match(r"(vllm:\w+)\{[^}]*\} (\S+)$", line) for line in lines)
+    return {match[1]: float(match[2]) for match in found if match}
+
+
+def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
+    for mode, hits in (("full", 0), ("reuse", 2), ("blend", 2)):
+        answer = engine.generate(PROMPT, mode=mode, max_tokens=8)
+        assert (answer.text, answer.report.num_chunk_hits, answer.report.mode) == ("Kinport", hits, mode)
+    assert 0 < answer.report.num_recomputed_tokens < answer.report.num_reused_tokens
+    assert answer.report.num_reused_tokens < answer.report.prompt_tokens
+
+
+def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
+    stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
+    assert stopped.text == "Kin"
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
+        assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
+    batch = [engine.generate(PROMPT, max_tokens=8, mode="full", stop=["port"]).report for _ in range(2)]
+    assert [report.num_chunk_hits for report in batch] == [0, 0]
+
+
+def test_the_transformers_engine_and_the_server_agree(engine: Any, url: str) -> None:
+    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    with load_engine("demo", store, on_miss="inline") as reference:
+        assert reference.fingerprint == engine.fingerprint
+        assert reference.is_stored(A)
+        ours, theirs = (each.generate(PROMPT, max_tokens=8) for each in (engine, reference))
+        assert ours.token_ids == theirs.token_ids
+        assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 2
+        assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
+
+
+def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, remote: str, tmp_path: Path) -> None:
+    if not remote:
+        pytest.skip("no redis-server, or no redis-py: apt-get install redis-server; pip install 'ragblend[redis]'")
+    with load_engine("demo", tmp_path / "kv", remote=remote, remote_timeout_s=60, on_miss="inline") as elsewhere:
+        end_s = time.monotonic() + 60
+        while not elsewhere.is_stored(B) and time.monotonic() < end_s:
+            time.sleep(0.1)  # it is sent in the background
+        theirs = elsewhere.generate(PROMPT, rule="cacheblend_k", max_tokens=8)
+        assert theirs.report.num_chunk_hits == 2
+        assert theirs.token_ids == engine.generate(PROMPT, rule="cacheblend_k", max_tokens=8).token_ids
+        new = "Arthur Archer lives in Calville."
+        elsewhere.precompute(new)
+        elsewhere.store.flush(60)
+    answer = engine.generate(SegmentedPrompt([new, A], QUESTION), max_tokens=8)
+    assert answer.report.num_chunk_hits == 2
+    assert engine.forget(new)
+    assert not engine.is_stored(new)
+
+
+def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, url: str) -> None:
+    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
+    fit = Fit("cacheblend_k", 1, 0.4, True, 0.9, 0.8, 1.0, points)
+    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, "agreement 0.9", 60, "k 2")
+    before = engine.generate(PROMPT, max_tokens=1).report
+    path = keep_calibration(DiskStore(store), Calibration(*facts, NoiseFloor(1.0, 0.0), (fit,)))
+    found = [engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=8) for ratio in (None, "auto", 0.2)]
+    path.unlink()
+    assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
+    assert [answer.report.recompute_ratio for answer in found] == [0.4, 0.4, 0.2]
+    assert [answer.report.predicted_agreement for answer in found] == [0.9, 0.9, 0.9]
+    assert {answer.text for answer in found} == {"Kinport"}
+
+
+def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any, url: str) -> None:
+    """The profile says that loading takes 0.8 of the time of prefill; what the server ingested itself is in memory."""
+    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    places = ("Wesstad", "Calville", "Kinport", "Xanco", "Synon", "Norwick", "Easton", "Milford", "Harwell", "Ashford")
+    chunks = [f"Tom Ashby has lived in {place} for years, and works for Synon. " * 6 for place in places]
+    with load_engine("demo", store, on_miss="inline") as elsewhere:  # on the server's disk, and not in its memory
+        for chunk in chunks:
+            elsewhere.precompute(chunk)
+
+    def ratio(chunk: str) -> float:
+        report = engine.generate(SegmentedPrompt([chunk], QUESTION), max_tokens=1).report
+        assert report.num_chunk_hits == 1
+        return report.recompute_ratio
+
+    assert ratio(chunks[0]) > 0.5
+    assert ratio(chunks[0]) == DEFAULT_RATIO
+    assert ratio(chunks[1]) > 0.5
+    engine.prefetch(chunks[2:])  # answered at once; some of them may be asked for before they are read, not the last
+    assert [ratio(chunk) for chunk in chunks[2:]][-1] == DEFAULT_RATIO
+
+
+def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
+    llm = BlendLLM(model="demo", store=str(engine.store.root), backend=url, api_key=KEY, max_tokens=8)
+    chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template("{context}\n\n{question}"))
+    assert chain.invoke({"context": [Document(A), Document(B)], "question": QUESTION}) == "Kinport"
+    prompt = f"{A}\n\n{B}\n\n{QUESTION}"
+    report = llm.generate([prompt]).generations[0][0].generation_info["ragblend"]  # type: ignore[index]
+    assert (report["num_chunk_hits"], report["num_chunks"]) == (2, 2)
+
+
+def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
+    llm = LlamaIndexLLM(model="demo", store=str(engine.store.root), backend=url, api_key=KEY, max_tokens=8)
+    response = llm.complete(f"{A}\n\n{B}\n\n{QUESTION}")
+    assert (response.text, response.raw["ragblend"]["num_chunk_hits"]) == ("Kinport", 2)
+
+
+def test_the_openai_client_with_separators_gets_the_same(engine: Any, openai: OpenAI) -> None:
+    answer = openai.completions.create(
+        model="demo", prompt=MARKED, max_tokens=8, temperature=0, extra_body={"add_special_tokens": False}
+    )
+    report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
+    ours = engine.generate(PROMPT, max_tokens=8)
+    assert answer.choices[0].text.strip() == ours.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == ours.report.prompt_tokens
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
+        assert report[name] == getattr(ours.report, name)
+
+
+def test_the_openai_client_streams_as_ever(openai: OpenAI) -> None:
+    stream = openai.completions.create(
+        model="demo", prompt=MARKED, max_tokens=8, temperature=0, stream=True, extra_body={"add_special_tokens": False}
+    )
+    # No event of ours in the stream of somebody who did not ask for it: `choices[0]` must always be there.
+    assert "".join(event.choices[0].text for event in stream).strip() == "Kinport"
+
+
+def test_the_openai_client_without_separators_gets_ordinary_vllm(openai: OpenAI, url: str) -> None:
+    before = metrics(url)["vllm:ragblend_requests_total"]
+    answer = openai.completions.create(model="demo", prompt=f"{A} {QUESTION}", max_tokens=8, temperature=0)
+    assert answer.choices[0].text
+    assert (answer.model_extra or {}).get("kv_transfer_params") is None
+    assert metrics(url)["vllm:ragblend_requests_total"] == before
+
+
+def test_chat_completions_through_the_models_own_template_blend_too(openai: OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": f"{A}\n\n{B}\n\n{QUESTION}"}]
+    answer = openai.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
+    assert (answer.choices[0].message.content or "").strip() == "Kinport"
+    assert (answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"] == 2
+
+
+def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
+    prompts = [SegmentedPrompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (A,), (B,))] * 4
+    alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts)) == alone
+
+
+def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
+    stream = engine.stream(PROMPT, max_tokens=900)
+    body = engine.body(stream._request) | {"ignore_eos": True, "stop_token_ids": []}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
+    ) as response:
+        next(response.iter_lines())
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        now = metrics(url)
+        if now["vllm:num_requests_running"] == 0 and now["vllm:kv_cache_usage_perc"] == 0:
+            break
+        time.sleep(0.2)
+    assert (now["vllm:num_requests_running"], now["vllm:kv_cache_usage_perc"]) == (0, 0)
+    assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
+
+
+def test_metrics_count_hits_and_misses(engine: Any, url: str) -> None:
+    before = metrics(url)
+    engine.generate(PROMPT, max_tokens=1)
+    engine.generate(SegmentedPrompt([A, "Ben Howard works for Xanco."], QUESTION), max_tokens=1)
+    engine.flush()
+    assert engine.is_stored("Ben Howard works for Xanco.")  # the miss was ingested in the background
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        now = metrics(url)
+        grown = {name: now[name] - before[name] for name in now if "ragblend" in name and name.endswith("_total")}
+        if grown["vllm:ragblend_ingested_chunks_total"] == 1 and grown["vllm:ragblend_chunk_hits_total"] == 3:
+            break
+        time.sleep(0.2)
+    assert grown["vllm:ragblend_chunk_hits_total"] == 3
+    assert grown["vllm:ragblend_chunk_misses_total"] == 1
+    assert grown["vllm:ragblend_reused_tokens_total"] > 0
+    assert grown["vllm:ragblend_fuse_seconds_total"] > 0
+
+
+def test_without_the_key_nothing_is_told(url: str, engine: Any) -> None:
+    with pytest.raises(RagblendError, match="RAGBLEND_API_KEY"):
+        load_engine("demo", backend=url, api_key="wrong")
+    for method, path in (("GET", ""), ("POST", "/stored"), ("POST", "/forget")):
+        assert httpx.request(method, f"{url}/v1/ragblend{path}", json={"keys": []}).status_code == 401
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_bad_keys_are_refused_and_the_server_lives(url: str, engine: Any) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for body in (b"[]", b"{}", b"nonsense", b'{"keys": "x"}', b'{"keys": [1]}'):
+        answer = httpx.post(f"{url}/v1/ragblend/stored", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert "keys" in answer.json()["error"]["message"]
+    assert httpx.post(f"{url}/v1/ragblend/stored", json={"keys": ["../../etc"]}, headers=headers).status_code < 500
+    assert engine.is_stored(A)

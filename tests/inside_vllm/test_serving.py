@@ -1,0 +1,366 @@
+"""Many requests at once, preemption, chunked prefill, prefix caching, aborts, failing stores: never a wrong token."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    ask,
+    ask_all,
+    connector_worker,
+    engine,
+    free_blocks,
+    ingest,
+    random_ids,
+    recorded_selections,
+    report,
+    tokens,
+)
+
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.vllm.layers import PagedKV
+
+PREFIX = random_ids(5, 1)
+STORED = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
+UNSTORED = [random_ids(40, 200 + index) for index in range(2)]
+
+
+def prompt_of(chunks: list[list[int]], question: int) -> tuple[list[int], list[list[int]]]:
+    """Ids and spans."""
+    ids, spans = list(PREFIX), []
+    for chunk in chunks:
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    return ids + random_ids(6, 300 + question), spans
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the six chunks, to be copied."""
+    path = tmp_path_factory.mktemp("kv")
+    with engine(checkpoint("llama"), path, skip_tokenizer_init=True) as llm:
+        for chunk in STORED:
+            ingest(llm, PREFIX, chunk)
+        assert len(list(DiskStore(path).keys())) == 6
+    return path
+
+
+def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any] | None]]:
+    """A third plain; random subsets and orders; some chunks never stored."""
+    dice = random.Random(seed)
+    requests = []
+    for index in range(count):
+        chunks = dice.sample(STORED + UNSTORED, dice.randint(1, 5))
+        ids, spans = prompt_of(chunks, dice.randrange(4))
+        params = {
+            "mode": dice.choice(["blend", "blend", "blend", "reuse"]),
+            "rule": dice.choice(["auto", "repair", "cacheblend_k", "cacheblend", "first_k"]),
+            "ratio": dice.choice([0.05, 0.15, 0.5]),
+            "spans": spans,
+        }
+        requests.append((ids, None if index % 3 == 0 else params))
+    return requests
+
+
+def assert_same_as_one_by_one(llm: Any, requests: list[Any], max_tokens: int = 6) -> None:
+    free = free_blocks(llm)
+    together = [tokens(output) for output in ask_all(llm, requests, max_tokens, None)]
+    assert free_blocks(llm) == free
+    for request, answer in zip(requests, together, strict=True):
+        assert tokens(ask(llm, *request, max_tokens, None)) == answer
+
+
+def test_a_hundred_mixed_requests_equal_their_one_by_one_runs(store, checkpoint):
+    with engine(checkpoint("llama"), store, max_num_seqs=8, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
+        assert_same_as_one_by_one(llm, random_requests(100, 0))
+
+
+def test_requests_that_arrive_together_share_passes_and_choose_what_they_choose_alone(store, checkpoint):
+    requests = [request for request in random_requests(30, 4) if request[1] is not None]
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
+        layers = connector_worker().layers
+        run_together, sizes = layers.run_together, []
+        layers.run_together = lambda runs: sizes.append(len(runs)) or run_together(runs)
+        with recorded_selections() as together:
+            outputs = ask_all(llm, requests, 6)
+        assert max(sizes) > 2
+        sizes.clear()
+        with recorded_selections() as alone:
+            for request, output in zip(requests, outputs, strict=True):
+                again = ask(llm, *request, 6)
+                assert report(again)["num_recomputed_tokens"] == report(output)["num_recomputed_tokens"]
+                for mine, theirs in zip(output.outputs[0].logprobs, again.outputs[0].logprobs, strict=True):
+                    for token in mine.keys() & theirs.keys():
+                        assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+        assert set(sizes) == {1}
+    assert sorted(together) == sorted(alone)
+
+
+def test_preempted_requests_are_blended_again(store, checkpoint):
+    requests = random_requests(24, 1)
+    options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 28 * 32 * 6 * 2 * 2 * 32 * 4, "max_model_len": 512}
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True, **options) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+
+        def counting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = counting
+        assert_same_as_one_by_one(llm, requests, max_tokens=60)
+        assert preempted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 256, "max_num_seqs": 8},
+        {"extra": {"slice_tokens": 1, "max_runs": 3, "memory_gib": 0}},
+        {"async_scheduling": False},
+        {"enable_prefix_caching": False},
+    ],
+    ids=["chunked", "smallest slices", "sync scheduling", "no prefix caching"],
+)
+def test_settings_do_not_change_answers(options, store, checkpoint, answers):
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True, **options) as llm:
+        found = ask_all(llm, random_requests(12, 2), 6, None)
+    assert [tokens(output) for output in found] == answers
+
+
+@pytest.fixture(scope="module")
+def answers(store, checkpoint) -> list[list[int]]:
+    """What the default settings answer, one by one."""
+    with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
+        return [tokens(ask(llm, *request, 6, None)) for request in random_requests(12, 2)]
+
+
+@pytest.fixture
+def serving(store, checkpoint, tmp_path) -> Iterator[tuple[Any, Path]]:
+    """An engine over a copy of the store that a test may break; nothing is kept in memory."""
+    shutil.copytree(store, tmp_path / "kv")
+    with engine(checkpoint("llama"), tmp_path / "kv", {"memory_gib": 0}, skip_tokenizer_init=True) as llm:
+        yield llm, tmp_path / "kv"
+
+
+def entries(store: Path) -> list[Path]:
+    return sorted(store.glob("??/*.safetensors"))
+
+
+def test_a_plain_request_is_never_changed_by_a_blended_one(serving):
+    llm, _ = serving
+    ids, spans = prompt_of(STORED[:4], 0)
+    params = {"mode": "reuse", "spans": spans}
+    blended = ask(llm, ids, params)
+    plain = ask(llm, ids)
+    assert tokens(plain) != tokens(blended)
+    assert tokens(ask(llm, ids, {"mode": "full", "spans": spans})) == tokens(plain)
+    prefix = ask(llm, ids, {"mode": "prefix", "spans": spans})
+    assert tokens(prefix) == tokens(plain)
+    assert prefix.num_cached_tokens >= 128  # vLLM's own exact cache still works
+    assert tokens(ask(llm, ids, params)) == tokens(blended)
+
+
+def test_a_damaged_file_is_a_miss(serving):
+    llm, store = serving
+    ids, spans = prompt_of(STORED[:4], 0)
+    key = {
+        header.key
+        for header in (DiskStore(store).header(path.stem) for path in entries(store))
+        if header is not None and header.token_ids == tuple(STORED[1])
+    }.pop()
+    [path] = store.glob(f"??/{key}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1  # in the last layer: noticed in the middle of a fuse
+    path.write_bytes(data)
+    damaged = ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans})
+    assert report(damaged)["num_damaged_entries"] == 1
+    assert report(damaged)["prefix_match"] == ["exact", None, "exact", "exact"]
+    again = ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans})
+    assert tokens(again) == tokens(damaged)
+    assert report(again)["num_damaged_entries"] == 0  # set aside: a plain miss by now
+    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+
+
+def test_a_damaged_file_starts_only_its_own_requests_again(serving):
+    llm, store = serving
+    prompts = [prompt_of(chunks, 1) for chunks in (STORED[:3], STORED[3:], STORED[1:4])]
+    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    untouched = tokens(ask(llm, *asked[1]))
+    for path in entries(store):
+        header = DiskStore(store).header(path.stem)
+        if header is not None and header.token_ids == tuple(STORED[1]):
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1  # in the last layer: the others are ahead by then
+            path.write_bytes(data)
+    together = ask_all(llm, asked)
+    found = [report(output) for output in together]
+    # The third has read the file by then, or its turn comes when it was set aside already.
+    assert [each["num_damaged_entries"] for each in found[:2]] == [1, 0]
+    assert [each["num_chunk_hits"] for each in found] == [2, len(STORED) - 3, 2]
+    assert tokens(together[1]) == untouched
+    assert [tokens(ask(llm, *each)) for each in asked] == [tokens(output) for output in together]
+
+
+def test_a_foreign_file_under_the_right_name_is_a_miss(serving):
+    llm, store = serving
+    first, second = entries(store)[:2]
+    shutil.copy(first, second)
+    ids, spans = prompt_of(STORED, 0)
+    assert report(ask(llm, ids, {"mode": "reuse", "spans": spans}))["num_chunk_hits"] == 5
+    assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+
+
+@pytest.mark.parametrize("how", ["removed", "unreadable"])
+def test_the_store_pulled_away_while_serving(how, serving):
+    llm, store = serving
+    ids, spans = prompt_of(STORED[:4], 0)
+    plain, free = tokens(ask(llm, ids)), free_blocks(llm)
+    worker = connector_worker()
+    run_slice, pulled = worker.run_slice, []
+
+    def pulling() -> Any:
+        if worker._jobs and not pulled:  # found by the scheduler, gone before the worker reads
+            pulled.append(shutil.rmtree(store))
+            if how == "unreadable":  # no directory any more, whoever asks, root included
+                store.write_bytes(b"")
+        return run_slice()
+
+    worker.run_slice = pulling
+    output = ask(llm, ids, {"mode": "reuse", "spans": spans})
+    assert pulled
+    assert tokens(output) == plain
+    assert report(output)["num_chunk_hits"] == 0
+    assert free_blocks(llm) == free
+    others = random_requests(8, 4)
+    found = [tokens(answer) for answer in ask_all(llm, others, 6, None)]
+    assert found == [tokens(ask(llm, other, None, 6, None)) for other, _ in others]  # full computes, all of them
+    lost = ingest(llm, PREFIX, random_ids(20, 77))
+    assert (how == "removed") == (lost["refused_reason"] is None)  # a directory is made again, a file stays
+    assert how == "removed" or "not stored" in lost["refused_reason"]
+    assert free_blocks(llm) == free
+
+
+def test_a_failing_blend_is_computed_by_vllm(serving):
+    llm, _ = serving
+    ids, spans = prompt_of(STORED[:4], 0)
+    plain, free = tokens(ask(llm, ids)), free_blocks(llm)
+    worker = connector_worker()
+    worker._lookup = lambda *args: 1 / 0
+    output = ask(llm, ids, {"mode": "reuse", "spans": spans})
+    assert tokens(output) == plain
+    assert "ZeroDivisionError" in report(output)["refused_reason"]
+    assert free_blocks(llm) == free
+
+
+def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
+    llm, _ = serving
+    prompts = [prompt_of(STORED[:4], question) for question in range(3)]
+    plain, free = [tokens(ask(llm, ids)) for ids, _ in prompts], free_blocks(llm)
+    layers = connector_worker().layers
+    layers.run_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
+    asked = [(ids, {"mode": "blend", "ratio": 0.1, "spans": spans}) for ids, spans in prompts]
+    for output, expected in zip(ask_all(llm, asked), plain, strict=True):
+        assert tokens(output) == expected
+        assert "ZeroDivisionError" in report(output)["refused_reason"]
+    assert report(ask(llm, *asked[0]))["refused_reason"] is None
+    assert free_blocks(llm) == free
+    assert not connector_worker()._pass
+
+
+def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
+    llm, _ = serving
+    ids, _ = prompt_of(STORED[:3], 0)
+    plain = tokens(ask(llm, ids))
+    malformed: list[Any] = [
+        7,
+        {"mode": "guess"},
+        {"mode": "blend", "spans": [[3, 900]]},
+        {"mode": "blend", "spans": [[8, 4]]},
+        {"mode": "blend", "spans": "all"},
+        {"mode": "blend", "spans": [[1, 4], [3, 9]]},
+        {"mode": "blend", "rule": "magic", "spans": [[1, 4]]},
+        {"mode": "blend", "ratio": 2, "spans": [[1, 4]]},
+        {"mode": "blend", "version": 9, "spans": [[1, 4]]},
+        {"mode": "blend", "keys": ["a"], "spans": [[1, 4]]},
+        {"mode": "ingest", "spans": []},
+    ]
+    for params in malformed:
+        output = ask(llm, ids, params)
+        assert tokens(output) == plain
+        assert report(output)["refused_reason"]
+
+
+def test_marks_that_open_chunks_are_recomputed_last(checkpoint, tmp_path):
+    start, end = 3, 4
+    chunks = [[start, *random_ids(30, 400 + index)] for index in range(3)]
+    ids, spans = prompt_of(chunks, 0)
+    ids.insert(spans[-1][1], end)
+    marks = {span[0] for span in spans}
+    params = {"mode": "blend", "ratio": 0.5, "spans": spans}
+    extra = {"separator_ids": [start], "separator_end_ids": [end], "ratio": 0.5}
+    with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
+        for chunk in chunks:
+            ingest(llm, PREFIX, chunk)
+        with recorded_selections() as selections:
+            marked = ask(llm, ids)
+            ask(llm, ids, {**params, "template": [[1, 0]] * 3})
+            ask(llm, ids, params)
+    assert report(marked)["rule"] == "repair"
+    assert selections[0] == selections[1]
+    assert not marks & set(selections[1])
+    assert marks & set(selections[2])
+
+
+def test_aborted_requests_leak_no_block(store, checkpoint):
+    from vllm import SamplingParams
+
+    with engine(checkpoint("llama"), store, {"slice_tokens": 1}, skip_tokenizer_init=True) as llm:
+        connector_worker()._pass_rows = 300
+        core, free, scratch = llm.llm_engine, free_blocks(llm), []
+        for steps in (0, 1, 2, 5, 20):
+            for index, (ids, params) in enumerate(random_requests(6, 3)):
+                extra = {"kv_transfer_params": {"ragblend": params}} if params else None
+                sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, extra_args=extra)
+                core.add_request(f"{steps}-{index}", {"prompt_token_ids": ids}, sampling)
+            for _ in range(steps):
+                core.step()
+            scratch.append(len(alive(PagedKV)))
+            core.abort_request([f"{steps}-{index}" for index in range(6)])
+            while core.has_unfinished_requests():
+                core.step()
+        ids, spans = prompt_of(STORED[:4], 0)
+        assert tokens(ask(llm, ids, {"mode": "blend", "ratio": 1.0, "spans": spans})) == tokens(ask(llm, ids))
+        assert free_blocks(llm) == free
+        assert not connector_worker()._jobs
+        assert any(scratch)
+        assert not alive(PagedKV)  # what a question was asked over goes with its request
+
+
+def alive(kind: type) -> list[Any]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is kind]
+
+
+def test_a_blend_is_cut_into_slices(store, checkpoint):
+    with engine(checkpoint("llama"), store, {"slice_tokens": 20}, skip_tokenizer_init=True) as llm:
+        worker = connector_worker()
+        run_slice, left = worker.run_slice, []
+
+        def counting() -> Any:
+            finished = run_slice()
+            left.append(len(worker._jobs))
+            return finished
+
+        worker.run_slice = counting
+        ids, spans = prompt_of(STORED, 0)
+        ask(llm, ids, {"mode": "blend", "ratio": 0.5, "spans": spans})
+        assert sum(left) >= 3  # steps after which the blend was not done yet

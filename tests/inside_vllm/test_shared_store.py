@@ -1,0 +1,126 @@
+"""KV stored by one engine is the other's: same keys, same files, same numbers; and the embedded model answers alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ask, engine, ingest, random_ids, report, tokens
+
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.model import find_model
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.open import open_store
+from ragblend.prompt.prompt import SegmentedPrompt
+
+TEXTS = [
+    "the theory of the first chunk answers the question",
+    "another chunk, and the theory of that question: what is the answer?",
+]
+
+
+def load(model: str, store: Path) -> TransformersEngine:
+    return load_engine(model, store=store, dtype="float32", on_miss="inline")
+
+
+@pytest.mark.parametrize("family", ["llama3_scaling", "qwen3"])
+def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: Callable[[str], Path], tmp_path):
+    model = checkpoint(family)
+    with load(str(model), tmp_path / "hf") as transformers:
+        prompt = transformers.segmenter.tokenize(SegmentedPrompt(TEXTS, "what?"))
+        for text in TEXTS:
+            transformers.precompute(text)
+    with engine(model, tmp_path / "vllm") as llm:
+        for segment in prompt.chunk_segments:
+            ingest(llm, list(prompt.prefix_ids), list(segment.token_ids))
+    theirs, ours = DiskStore(tmp_path / "hf"), DiskStore(tmp_path / "vllm")
+    assert sorted(theirs.keys()) == sorted(ours.keys())
+    assert theirs.models().keys() == ours.models().keys()
+    for key in theirs.keys():  # noqa: SIM118 (a store is not a dict)
+        expected, found = theirs.get(key), ours.get(key)
+        assert found.header == expected.header
+        for layer in range(expected.header.num_layers):
+            for mine, other in zip(found.layer(layer), expected.layer(layer), strict=True):
+                assert (mine - other).abs().max() <= 1e-5 * other.abs().max()  # float32: rounding alone
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[str], Path], tmp_path):
+    model = checkpoint(family)
+    asked = SegmentedPrompt(TEXTS, "what is the theory?")
+    options = {"recompute_ratio": 0.3, "rule": "cacheblend_k", "max_tokens": 8}
+    with load(str(model), tmp_path / "hf") as transformers:
+        prompt = transformers.segmenter.tokenize(asked)
+        for text in TEXTS:
+            transformers.precompute(text)
+        own = transformers.generate(asked, **options)
+    spans = [[segment.start, segment.end] for segment in prompt.chunk_segments]
+    params = {"mode": "blend", "rule": "cacheblend_k", "ratio": 0.3, "spans": spans}
+    with engine(model, tmp_path / "hf") as llm:
+        lent = ask(llm, prompt.token_ids, params)
+    with engine(model, tmp_path / "vllm") as llm:
+        for segment in prompt.chunk_segments:
+            ingest(llm, list(prompt.prefix_ids), list(segment.token_ids))
+    with load(str(model), tmp_path / "vllm") as transformers:
+        borrowed = transformers.generate(asked, **options)
+    assert report(lent)["num_chunk_hits"] == borrowed.report.num_chunk_hits == 2
+    count = len(own.token_ids)  # transformers stops at the end token
+    assert own.token_ids == borrowed.token_ids == tokens(lent)[:count]
+    for name in ("num_recomputed_tokens", "num_reused_tokens", "charged_budget"):
+        assert report(lent)[name] == pytest.approx(getattr(own.report, name), rel=0.2), name
+
+
+def test_the_demo_model_answers_as_in_transformers(tmp_path):
+    chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
+    asked = SegmentedPrompt(chunks, "Who built the Lorvane station?")
+    with load("demo", tmp_path / "kv") as transformers:
+        prompt = transformers.segmenter.tokenize(asked)
+        for chunk in chunks:
+            transformers.precompute(chunk)
+        full = transformers.generate(asked, mode="full", max_tokens=8)
+        blended = transformers.generate(asked, recompute_ratio=0.15, rule="cacheblend_k", max_tokens=8)
+    spans = [[segment.start, segment.end] for segment in prompt.chunk_segments]
+    count = len(full.token_ids)
+    with engine(find_model("demo"), tmp_path / "kv", block_size=32) as llm:
+        params = {"mode": "blend", "rule": "cacheblend_k", "spans": spans}
+        assert tokens(ask(llm, prompt.token_ids))[:count] == full.token_ids
+        whole = ask(llm, prompt.token_ids, {**params, "ratio": 1.0})
+        assert tokens(whole)[:count] == full.token_ids
+        part = ask(llm, prompt.token_ids, {**params, "ratio": 0.15})
+        assert tokens(part)[: len(blended.token_ids)] == blended.token_ids
+        assert report(part)["num_chunk_hits"] == 2
+        # A plain client that only marks its chunks gets the same.
+    doc, question = prompt.chunk_segments[0].token_ids[0], prompt.segments[-1].token_ids[0]
+    extra = {"separator_ids": [doc], "separator_end_ids": [question], "rule": "cacheblend_k"}
+    with engine(find_model("demo"), tmp_path / "kv", extra) as llm:
+        marked = ask(llm, prompt.token_ids)
+        assert report(marked)["num_chunk_hits"] == 2
+        assert tokens(marked) == tokens(part)
+        assert ask(llm, random_ids(20, 1)).kv_transfer_params is None
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Callable[[str], Path], tmp_path):
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    with engine(checkpoint("llama"), tmp_path if connector else None, skip_tokenizer_init=True) as llm:
+        held = weakref.ref(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model())
+        assert isinstance(held(), LlamaForCausalLM)
+        ask(llm, random_ids(20, 1))
+    assert llm is not None  # whoever still holds the engine
+    assert held() is None
+
+
+def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Path], tmp_path):
+    prefix, chunk = random_ids(4, 1), random_ids(40, 2)
+    ids, params = [*prefix, *random_ids(30, 3), *chunk, 9, 9], {"mode": "reuse", "spans": [[34, 74]]}
+    with engine(checkpoint("llama"), tmp_path, {"prefix_ids": prefix}) as llm:
+        ingest(llm, prefix, chunk)
+        first, second = ask(llm, ids, params), ask(llm, ids, params)
+    assert report(first)["prefix_match"] == ["approximate"]  # behind the server's default prefix
+    assert tokens(first) == tokens(second)
+    assert torch.is_tensor(open_store(tmp_path).get(next(iter(DiskStore(tmp_path).keys()))).layer(0).keys)

@@ -1,0 +1,404 @@
+"""LlamaIndex over a tiny engine: the LLM's contract, the synthesizer, query and chat engines, ingestion."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, MockEmbedding, VectorStoreIndex
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+
+from ragblend import Chunk, SegmentedPrompt, open_index
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.errors import PromptTooLongError, UsageError
+from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register
+from ragblend.llamaindex import (
+    BlendIndexRetriever,
+    BlendIngestion,
+    BlendLLM,
+    BlendQueryEngine,
+    BlendSynthesizer,
+    delete_ref_doc,
+)
+from ragblend.prompt.segmenter import Segmenter
+
+TEXTS = [
+    "The lighthouse on Gull Rock was built long ago.",
+    "Its lamp is repaired by Tomas each spring.",
+    "The supply boat comes on Thursdays, wind permitting.",
+]
+A, B = TEXTS[:2]
+QUESTION = "Who repairs the lamp?"
+
+
+@pytest.fixture
+def llm(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> BlendLLM:
+    engine = tiny_engine(segmenter=chat_segmenter)
+    precompute_and_register(TEXTS, engine)
+    return BlendLLM(engine=engine, max_tokens=6)
+
+
+@pytest.fixture
+def nodes() -> list[NodeWithScore]:
+    made = [TextNode(text=text, id_=str(n), metadata={"file": f"{n}.txt"}) for n, text in enumerate(TEXTS[:2])]
+    return [NodeWithScore(node=node, score=1.0 - 0.5 * n) for n, node in enumerate(made)]
+
+
+@pytest.fixture
+def vector_index() -> VectorStoreIndex:
+    return VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=MockEmbedding(8))
+
+
+def answer(llm: BlendLLM, chunks: list[str] = TEXTS[:2], question: str = QUESTION) -> str:
+    return str(llm.engine.generate(SegmentedPrompt(chunks, question), max_tokens=6).text)
+
+
+# --- the LLM ----------------------------------------------------------------------------------------------------------
+
+
+def test_engine_options_reach_the_engine_that_is_made(tmp_path: Path) -> None:
+    llm = BlendLLM(model="demo", store=tmp_path, engine_options={"memory_gib": 0, "shadow": 0.5})
+    assert ([type(tier).__name__ for tier in llm.engine.store.tiers], llm.engine.shadow.share) == (["DiskStore"], 0.5)
+    llm.engine.close()
+
+
+def test_it_is_a_llama_index_llm(llm: BlendLLM) -> None:
+    assert BaseLLM.__name__ in [base.__name__ for base in type(llm).__mro__]
+    assert BaseSynthesizer.__name__ in [base.__name__ for base in BlendSynthesizer.__mro__]
+    assert llm.metadata.context_window == llm.engine.context_length
+    assert (llm.metadata.num_output, llm.metadata.model_name) == (6, "tiny llama")
+    assert llm.metadata.is_chat_model
+
+
+async def test_completion_in_all_four_ways(llm: BlendLLM) -> None:
+    prompt = f"{A}\n\n{B}\n\n{QUESTION}"
+    response = llm.complete(prompt)
+    assert response.text == answer(llm)
+    assert response.raw["ragblend"]["num_chunk_hits"] == 2
+    assert response.raw["usage"]["cached_tokens"] > 0
+    assert (await llm.acomplete(prompt)).text == response.text
+    streamed = list(llm.stream_complete(prompt))
+    assert "".join(piece.delta or "" for piece in streamed) == streamed[-1].text == response.text
+    assert streamed[-1].raw["ragblend"]["num_chunk_hits"] == 2
+    later = [piece async for piece in await llm.astream_complete(prompt)]
+    assert later[-1].text == response.text
+
+
+async def test_chat_in_all_four_ways_keeps_roles(llm: BlendLLM) -> None:
+    messages = [
+        ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
+        ChatMessage(role=MessageRole.USER, content=f"{A}\n\n{QUESTION}"),
+        ChatMessage(role=MessageRole.ASSISTANT, content="Tomas."),
+        ChatMessage(role=MessageRole.USER, content="Who?"),
+    ]
+    plain = SegmentedPrompt.from_messages(
+        [("system", "Be brief."), ("user", [Chunk(A), QUESTION]), ("assistant", "Tomas."), ("user", "Who?")]
+    )
+    wanted = llm.engine.generate(plain, max_tokens=6).text
+    response = llm.chat(messages)
+    assert (response.message.role, response.message.content) == (MessageRole.ASSISTANT, wanted)
+    assert response.raw["ragblend"]["num_chunks"] == 1
+    assert (await llm.achat(messages)).message.content == wanted
+    assert "".join(piece.delta or "" for piece in llm.stream_chat(messages)) == wanted
+    assert "".join([piece.delta or "" async for piece in await llm.astream_chat(messages)]) == wanted
+
+
+def test_predict_uses_messages_or_one_string(llm: BlendLLM) -> None:
+    template = PromptTemplate("{context}\n\n{question}")
+    given = {"context": f"{A}\n\n{B}", "question": QUESTION}
+    assert llm.predict(template, **given) == answer(llm)
+    raw = BlendLLM(engine=llm.engine, max_tokens=6, is_chat_model=False, raw=True)
+    plain = SegmentedPrompt.from_parts([Chunk(A), Chunk(B), QUESTION])
+    assert raw.predict(template, **given) == llm.engine.generate(plain, max_tokens=6).text
+
+
+def test_ratio_one_is_full_prefill(llm: BlendLLM) -> None:
+    prompt = f"{A}\n\n{B}\n\n{QUESTION}"
+    assert llm.complete(prompt, recompute_ratio=1.0).text == llm.complete(prompt, mode="full").text
+
+
+def test_a_calibrated_ratio_is_named_auto(llm: BlendLLM) -> None:
+    prompt = f"{A}\n\n{B}\n\n{QUESTION}"
+    auto = BlendLLM(engine=llm.engine, max_tokens=6, recompute_ratio="auto").complete(prompt)
+    called = llm.complete(prompt, recompute_ratio="auto")
+    for response in (auto, called):  # nothing is calibrated in a store in memory
+        assert (response.text, response.raw["ragblend"]["recompute_ratio"]) == (answer(llm), 0.15)
+        assert response.raw["ragblend"]["predicted_agreement"] is None
+
+
+def test_first_tokens_stream_before_the_last_and_closing_frees_the_engine(llm: BlendLLM) -> None:
+    long: Any = BlendLLM(engine=llm.engine, max_tokens=400).stream_complete(QUESTION)
+    next(long)
+    assert llm.complete(QUESTION).text == answer(llm, [], QUESTION)  # between two tokens the engine is free
+    long.close()
+
+
+async def test_cancelling_a_stream_frees_the_engine(llm: BlendLLM) -> None:
+    begun = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in await llm.astream_complete(QUESTION):
+            begun.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(consume())
+    await asyncio.wait_for(begun.wait(), 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await llm.acomplete(QUESTION)).text == answer(llm, [], QUESTION)
+
+
+async def test_sixteen_concurrent_calls(llm: BlendLLM) -> None:
+    prompts = [f"{A}\n\n{B}\n\nQuestion {n}?" for n in range(16)]
+    wanted = [answer(llm, question=f"Question {n}?") for n in range(16)]
+    responses = await asyncio.wait_for(asyncio.gather(*(llm.acomplete(prompt) for prompt in prompts)), 60)
+    assert [response.text for response in responses] == wanted
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "no messages"),
+        ([ChatMessage(content=" ")], "empty"),
+        ([ChatMessage(blocks=[TextBlock(text="Q"), ImageBlock(url="http://localhost/x.png")])], "'image'"),
+    ],
+)
+def test_bad_messages(messages: list[ChatMessage], reason: str, llm: BlendLLM) -> None:
+    with pytest.raises(UsageError, match=reason):
+        llm.chat(messages)
+
+
+def test_bad_calls(llm: BlendLLM) -> None:
+    with pytest.raises(UsageError, match="recompute_rato"):
+        llm.complete("Q", recompute_rato=0.2)
+    with pytest.raises(NotImplementedError, match="cannot call tools"):
+        llm.complete("Q", tools=[{"name": "x"}])
+    with pytest.raises(UnrecognisedChunkError):
+        llm.complete("Q", strict=True)
+    with pytest.raises(PromptTooLongError):
+        llm.complete("the chunk " * 2000)
+
+
+def test_import_without_llama_index_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['llama_index'] = None\n"
+        "try: import ragblend.llamaindex\n"
+        "except ImportError as error: print(error)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "pip install 'ragblend[llamaindex]'" in shown
+
+
+# --- synthesizer and query engine -------------------------------------------------------------------------------------
+
+
+async def test_synthesizer_keeps_node_boundaries_and_sources(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    llm.registry.remove(TEXTS)  # boundaries come from the nodes, not from the registry
+    synthesizer = BlendSynthesizer(llm)
+    response: Any = synthesizer.synthesize(QUESTION, nodes)
+    assert response.response == answer(llm)
+    assert response.source_nodes == nodes
+    assert response.metadata["0"] == {"file": "0.txt"}
+    assert response.metadata["ragblend"]["num_chunk_hits"] == 2
+    later: Any = await synthesizer.asynthesize(QUESTION, nodes)
+    assert (later.response, later.metadata["ragblend"]["num_chunk_hits"]) == (response.response, 2)
+
+
+async def test_synthesizer_streams(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    synthesizer = BlendSynthesizer(llm, streaming=True)
+    response: Any = synthesizer.synthesize(QUESTION, nodes)
+    assert response.metadata["ragblend"] == {}
+    assert "".join(response.response_gen) == answer(llm)
+    assert response.metadata["ragblend"]["num_chunk_hits"] == 2
+    later: Any = await synthesizer.asynthesize(QUESTION, nodes)
+    assert "".join([piece async for piece in later.response_gen]) == answer(llm)
+
+
+def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    empty: Any = BlendSynthesizer(llm, empty_response="Nothing found.").synthesize(QUESTION, [])
+    assert empty.response == "Nothing found."
+    response: Any = BlendSynthesizer(llm, system="Be brief.").synthesize(QUESTION, nodes)
+    plain = SegmentedPrompt([A, B], QUESTION, system="Be brief.")
+    assert response.response == llm.engine.generate(plain, max_tokens=6).text
+
+
+def test_metadata_in_the_text_makes_another_chunk(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    response: Any = BlendSynthesizer(llm, metadata_mode=MetadataMode.LLM).synthesize(QUESTION, nodes)
+    assert (response.metadata["ragblend"]["num_chunks"], response.metadata["ragblend"]["num_chunk_hits"]) == (2, 0)
+
+
+def test_synthesizer_refuses_other_llms() -> None:
+    with pytest.raises(UsageError, match="BlendLLM"):
+        BlendSynthesizer(MockLLM())  # type: ignore[arg-type]
+
+
+async def test_query_engine_over_a_llama_index(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
+    engine = BlendQueryEngine.from_index(vector_index, llm, similarity_top_k=2)
+    response: Any = engine.query(QUESTION)
+    chunks = [node.node.get_content() for node in response.source_nodes]
+    assert len(chunks) == 2
+    assert response.response == answer(llm, chunks)
+    assert response.metadata["ragblend"]["num_chunk_hits"] == 2
+    assert str(await engine.aquery(QUESTION)) == response.response
+    streaming: Any = BlendQueryEngine.from_index(vector_index, llm, similarity_top_k=2, streaming=True).query(QUESTION)
+    assert "".join(streaming.response_gen) == response.response
+
+
+def test_query_engine_applies_postprocessors(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
+    none = SimilarityPostprocessor(similarity_cutoff=2.0)
+    engine = BlendQueryEngine.from_args(vector_index.as_retriever(), llm, node_postprocessors=[none])
+    assert str(engine.query(QUESTION)) == "Empty Response"
+
+
+def test_arguments_that_would_do_nothing_are_refused(
+    llm: BlendLLM, vector_index: VectorStoreIndex, blend_index: Any
+) -> None:
+    for index in (vector_index, blend_index):
+        with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode\."):
+            BlendQueryEngine.from_index(index, llm, top_k=2, response_mode="refine")
+    with pytest.raises(UsageError, match="VectorStoreIndex has neither"):
+        BlendQueryEngine.from_index(vector_index, llm, neighbours=1)
+    retriever = vector_index.as_retriever()
+    with pytest.raises(UsageError, match="from_args does not know text_qa_template"):
+        BlendQueryEngine.from_args(retriever, llm, text_qa_template=PromptTemplate("{query_str}"))
+    with pytest.raises(UsageError, match="the synthesizer's"):
+        BlendQueryEngine.from_args(retriever, response_synthesizer=BlendSynthesizer(llm), system="Be brief.")
+    around = BlendQueryEngine.from_index(blend_index, llm, similarity_top_k=1, neighbours=1, order="document")
+    assert [node.node.get_content() for node in around.retrieve(QueryBundle(QUESTION))] == TEXTS
+
+
+def test_as_query_engine_takes_our_synthesizer_or_our_llm(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
+    own = vector_index.as_query_engine(llm=llm, similarity_top_k=2, response_synthesizer=BlendSynthesizer(llm))
+    response: Any = own.query(QUESTION)
+    assert response.metadata["ragblend"]["num_chunk_hits"] == 2
+    strict = BlendLLM(engine=llm.engine, max_tokens=6, strict=True)
+    vector_index.as_query_engine(llm=strict, similarity_top_k=2).query(QUESTION)  # strict: raises unless recognised
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any, tmp_path: Path, caplog: Any) -> None:
+    llm = BlendLLM(store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5)
+    precompute_and_register(TEXTS, llm)
+    other = copied(llm)
+    assert other.engine is llm.engine
+    assert (other.max_tokens, other.recompute_ratio, other.engine_options) == (4, 0.5, {"memory_gib": 1})
+    assert other.complete(f"{A}\n\n{QUESTION}").text == llm.complete(f"{A}\n\n{QUESTION}").text
+    assert other.callback_manager is not None
+    assert not caplog.records
+    llm.engine.close()
+
+
+def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: BlendLLM, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="TransformersEngine holds a model"):
+        pickle.dumps(BlendIngestion(llm=llm.engine))
+    with pytest.raises(TypeError, match="given its engine"):
+        pickle.dumps(BlendIngestion(llm=llm))
+    own = BlendLLM(store=str(tmp_path), max_tokens=4)
+    assert pickle.loads(pickle.dumps(BlendIngestion(llm=own))).llm.engine is own.engine
+    own.engine.close()
+
+
+# --- our index --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blend_index(tmp_path: Path) -> Iterator[Any]:
+    with open_index(tmp_path, HashingEmbedder(), create=True) as index:
+        starts = [0, 100, 200]
+        chunks = [Chunk(text, "rock.txt", start) for text, start in zip(TEXTS, starts, strict=True)]
+        index.add_document("rock.txt", "", chunks)
+        yield index
+
+
+async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index: Any, llm: BlendLLM) -> None:
+    retriever = BlendIndexRetriever(blend_index, similarity_top_k=1)
+    (found,) = retriever.retrieve(QUESTION)
+    assert found.node.get_content(metadata_mode=MetadataMode.LLM) == B
+    assert (found.node.metadata["source"], found.node.ref_doc_id) == ("rock.txt", "rock.txt")
+    assert found.score is not None
+    assert await retriever.aretrieve(QUESTION) == [found]
+    around = BlendIndexRetriever(blend_index, similarity_top_k=1, neighbours=1, order="document").retrieve(QUESTION)
+    assert [node.node.get_content() for node in around] == TEXTS
+
+
+def test_query_engine_over_our_index(blend_index: Any, llm: BlendLLM, tmp_path: Path) -> None:
+    response: Any = BlendQueryEngine.from_index(blend_index, llm, similarity_top_k=2).query(QUESTION)
+    assert response.metadata["ragblend"]["num_chunk_hits"] == 2
+    blend_index.save()
+    assert str(BlendQueryEngine.from_index(tmp_path, llm, similarity_top_k=2).query(QUESTION)) == str(response)
+
+
+# --- ingestion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+async def test_pipeline_precomputes_and_deleting_forgets(
+    use_async: bool, tiny_engine: Callable[..., TransformersEngine]
+) -> None:
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+    documents = [Document(text=A, id_="a"), Document(text=B, id_="b")]
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), BlendIngestion(llm=llm)]
+    )
+    made = list(await pipeline.arun(documents=documents) if use_async else pipeline.run(documents=documents))
+    assert [llm.engine.is_stored(text) for text in (A, B)] == [True, True]
+    index = VectorStoreIndex(made, embed_model=MockEmbedding(8))
+    response: Any = index.as_query_engine(llm=llm, similarity_top_k=2).query(QUESTION)
+    assert len(response.source_nodes) == 2
+    assert delete_ref_doc(index, "a", llm) == 1
+    assert [llm.engine.is_stored(text) for text in (A, B)] == [False, True]
+    assert list(llm.registry.texts()) == [B]
+    assert delete_ref_doc(index, "unknown", llm) == 0
+
+
+def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callable[..., TransformersEngine]) -> None:
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+
+    def run(**texts: str) -> None:
+        splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+        pipeline = IngestionPipeline(transformations=[splitter, BlendIngestion(llm=llm)], disable_cache=True)
+        pipeline.run(documents=[Document(text=text, id_=name) for name, text in texts.items()])
+
+    run(a=A, b=B)
+    run(a=TEXTS[2])
+    assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [False, True, True]
+    assert set(llm.registry.texts()) == {B, TEXTS[2]}
+    run(a=B)
+    run(b=A)
+    assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"
+
+
+def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., TransformersEngine]) -> None:
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+    documents = [Document(text=A, id_="1"), Document(text=A, id_="2")]
+    made = IngestionPipeline(transformations=[SentenceSplitter(), BlendIngestion(llm=llm)]).run(documents=documents)
+    index = VectorStoreIndex(list(made), embed_model=MockEmbedding(8))
+    delete_ref_doc(index, "1", llm)
+    assert llm.engine.is_stored(A)
+    delete_ref_doc(index, "2", llm)
+    assert not llm.engine.is_stored(A)
+
+
+def test_pipeline_cache_knows_the_model(tiny_engine: Callable[..., TransformersEngine]) -> None:
+    one, two = tiny_engine(fingerprint="one"), tiny_engine(fingerprint="two")
+    assert BlendIngestion(llm=one).to_dict() != BlendIngestion(llm=BlendLLM(engine=two)).to_dict()
