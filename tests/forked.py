@@ -33,7 +33,8 @@ from ragblend.llamaindex import query as llamaindex
 from ragblend.engine.hf import engine as transformers_engine
 from ragblend.engine.store.remote import tier as remote, objects as remote_objects, redis_store as remote_redis
 from ragblend.engine.vllm import launch as vllm_launch
-from ragblend.demo import show, tokenizer
+from ragblend.demo import show
+from tools.demo_model import tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

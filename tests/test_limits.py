@@ -173,7 +173,7 @@ def test_boundaries_and_ids_of_the_texts_in_this_repository_are_what_they_were(
 ) -> None:
     """The keys of existing stores are made of them."""
     segmenter, found, count = demo_segmenter(), hashlib.sha256(), 0
-    for path in [*sorted((ROOT / "data" / "demo-corpus").glob("*.md")), ROOT / "LICENSE"]:
+    for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
         for chunk in split(Document(path.read_text()), segmenter.count_tokens, max_tokens):
             found.update(repr((path.name, chunk.start, chunk.end, segmenter.chunk_ids(chunk))).encode())
             count += 1

@@ -28,14 +28,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.corpus import build_corpus
-from ragblend.demo.questions import REFERENCE_KINDS
+from ragblend.demo.corpus import REFERENCE_KINDS, sample_corpus
 
 NUM_QUESTIONS = 24
 RULES = ("cacheblend", "cacheblend_gradual", "cacheblend_k", "first_k", "random")
 RATIOS = (0.1, 0.15, 0.2, 0.3, 0.6)  # 0 and 1 are the same for every rule
 
-corpus = build_corpus()
+corpus = sample_corpus()
 questions = [item for item in corpus.questions if item.kind in REFERENCE_KINDS]
 questions = [questions[i * len(questions) // NUM_QUESTIONS] for i in range(NUM_QUESTIONS)]
 paragraphs = [text for record in corpus.records for text in record.chunks]

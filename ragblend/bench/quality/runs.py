@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ragblend.bench.quality.budget import costs_of, ratio_for
 from ragblend.bench.quality.measures import Distance, Reading, distance, read, rouge_l, token_f1
-from ragblend.demo.questions import KINDS, REFERENCE_KINDS
 from ragblend.engine.fusion.fuse import FusedKV
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
@@ -26,6 +25,7 @@ from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.prompt.prompt import SegmentedPrompt
+from tools.demo_model.questions import KINDS, REFERENCE_KINDS
 
 MAX_ANSWER_TOKENS = 32
 MULTI_HOP_KINDS = ("cross_ref", "two_hop_cross", "two_hop_ref")
