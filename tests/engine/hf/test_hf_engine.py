@@ -333,9 +333,9 @@ def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
     for chunk in CHUNKS[:2]:
         engine.precompute(chunk)
     request = engine.request(PROMPT, rule="repair")
-    hits = engine._lookup(request, 0, set(), engine.store.get)
-    plan = engine._plan(request, [placement for placement, _ in hits.values()], 0)
-    assert len(hits) == 2
+    found = engine._lookup(request, 0, set(), engine.store.get)
+    plan = engine._place(request, found, engine._decide(request, found).choice)
+    assert len(found.chunks) == 2
     assert plan.num_queries == request.prompt.segments[-1].num_tokens
 
 
