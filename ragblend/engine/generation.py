@@ -17,7 +17,7 @@ from typing import Protocol, TypedDict
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampler, Sampling, StopScanner
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import Check
 from ragblend.engine.report import MODES, BlendReport, Generation, Mode, RatioChoice
 from ragblend.engine.tuning.calibration import Fit

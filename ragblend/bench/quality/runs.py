@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragblend.bench.quality.budget import costs_of, ratio_for
 from ragblend.bench.quality.measures import Distance, Reading, distance, read, rouge_l, token_f1
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine

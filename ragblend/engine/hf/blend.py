@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ragblend.engine.base import EngineBase
 from ragblend.engine.fusion.fidelity import note_fidelity
-from ragblend.engine.fusion.fuse import Fused, FusedKV, FusePlan, Placement, fuse
+from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours
+from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.rules import (
     RULES,
     Check,

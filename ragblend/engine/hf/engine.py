@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampling
-from ragblend.engine.fusion.fuse import FusedKV, prefill_chunks
 from ragblend.engine.fusion.lookup import note_neighbours
 from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, prefill_all
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import (
     Check,
     find_rule,

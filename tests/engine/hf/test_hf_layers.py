@@ -49,7 +49,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausa
 from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.hf.layers import TURNS_KEPT, TransformersLayers, refuse_unsupported
 from ragblend.errors import UnsupportedModelError
