@@ -23,8 +23,8 @@ from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.objects import ObjectValues
-from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.object_values import ObjectValues
+from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import StoreNotWritableError
