@@ -53,7 +53,7 @@ rng = random.Random(0)
 
 def make_prompt(item):
     """The pairs of paragraphs with the answer and two others, in the corpus's order; then the question."""
-    own = {chunk // 2 for chunk in item.gold_chunks}
+    own = {chunk // 2 for chunk in corpus.gold_chunks(item)}
     others = [pair for pair in range(len(paragraphs) // 2) if pair not in own]
     pairs = sorted([*own, *rng.sample(others, 2)])
     chosen = [place for pair in pairs for place in (2 * pair, 2 * pair + 1)]

@@ -56,6 +56,18 @@ class Corpus:
         text = "\n".join(record.markdown for record in records)
         return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _tells(text, asked)))
 
+    def gold_chunks(self, question: Question) -> tuple[int, ...]:
+        """Which of all records' chunks, counted in order, hold what answers it."""
+        found, number = set(), 0
+        for record in self.records:
+            for chunk in record.chunks:
+                start = record.markdown.index(chunk)
+                for span in question.gold:
+                    if span["source"] == record.filename and start <= span["start"] < start + len(chunk):
+                        found.add(number)
+                number += 1
+        return tuple(sorted(found))
+
     def write(self, out: Path) -> None:
         """Write every record and the questions; whatever else is in `out` stays."""
         out.mkdir(parents=True, exist_ok=True)
