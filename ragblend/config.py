@@ -44,8 +44,6 @@ class Settings:
     remote: str | None = None  # shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or any fsspec URL
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
     remote_timeout_s: float = 5.0  # longest wait for one chunk from there
-    eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
-    quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
     kv_dtype: str = "auto"  # how new KV is stored: auto (as computed), int8, fp8
     chunk_size: int | None = None  # tokens of the LLM's own tokenizer; None: the index's own, 512 for a new one
     max_file_mib: float = 256.0  # ingest: larger files are not read, and are said; 0: no limit
@@ -77,7 +75,6 @@ class Settings:
         for name, meaning in (
             ("memory_gib", "no memory tier"),
             ("disk_gib", "no limit"),
-            ("quota_gib", "no limit"),
             ("max_file_mib", "no limit"),
         ):
             if getattr(self, name) < 0:
@@ -91,7 +88,6 @@ class Settings:
         for name, known in (
             ("mode", ("blend", "full", "prefix", "reuse")),
             ("order", ("score", "document")),
-            ("eviction", ("lru", "gdsf")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("kv_dtype", ("auto", "int8", "fp8")),
         ):
@@ -160,7 +156,7 @@ def _refusal(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) ->
         return "who knows the key can write what is believed"
     if name in ("index", "store") and not _is_inside(value, folder):
         return "it is outside of that folder"
-    if name in ("disk_gib", "quota_gib") and not _is_inside(trusted.get("store", Settings().store), folder):
+    if name == "disk_gib" and not _is_inside(trusted.get("store", Settings().store), folder):
         return "it would evict KV of a store outside of that folder"
     return ""
 

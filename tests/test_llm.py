@@ -795,7 +795,7 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
 
 
 def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
-    options = {"memory_gib": 0, "disk_gib": 2, "eviction": "gdsf", "kv_dtype": "int8", "shadow": 1.0}
+    options = {"memory_gib": 0, "disk_gib": 2, "kv_dtype": "int8", "shadow": 1.0}
     llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)
     (disk,) = llm.engine.store.tiers
     assert (disk.capacity_bytes, llm.engine.store.kv_dtype) == (2 << 30, "int8")

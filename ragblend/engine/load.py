@@ -81,7 +81,7 @@ def load_engine(
     """A model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
-    `tiers` are the budgets, remote, eviction, quotas and dtype of `open_store`; a KVStore that is passed has its own.
+    `tiers` are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
 

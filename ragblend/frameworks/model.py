@@ -128,7 +128,7 @@ class BlendModel(BaseModel):
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
     vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
-    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, eviction, shadow, ...
+    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, shadow, ...
     separator: str | None = None
     strict: bool = False
     max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
-    from ragblend.engine.store.eviction import Policy
     from ragblend.engine.store.quantize import KvDtype
     from ragblend.engine.store.signing import KeyChoice
     from ragblend.engine.store.tiered import TieredStore
@@ -24,8 +22,6 @@ class StoreOptions(TypedDict, total=False):
     disk_gib: float
     remote: str | None
     remote_timeout_s: float
-    eviction: Policy
-    quota_gib: float | Mapping[str, float]
     kv_dtype: KvDtype
 
 
@@ -36,8 +32,6 @@ def open_store(
     disk_gib: float = 0.0,
     remote: str | None = None,
     remote_timeout_s: float = 5.0,
-    eviction: Policy = "lru",
-    quota_gib: float | Mapping[str, float] = 0.0,
     kv_dtype: KvDtype = "auto",
     create: bool = True,
     fsync: bool = True,
@@ -47,8 +41,7 @@ def open_store(
 
     `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier out, `disk_gib` limits
     it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes
-    `remote_timeout_s` at most. `eviction`: "lru", or "gdsf" for what saves the most prefill per byte. `quota_gib`:
-    what each namespace may hold in each local tier, or by namespace (0: no limit). `kv_dtype`: how new KV is stored,
+    `remote_timeout_s` at most. `kv_dtype`: how new KV is stored,
     "auto" as computed, "int8" or "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when
     `path` does not exist and `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet.
     `fsync` False is for a disk tier whose entries may go missing in a power cut. `store_key`: what entries are signed
@@ -59,28 +52,19 @@ def open_store(
     from ragblend.engine.store.signing import chosen_key
     from ragblend.engine.store.tiered import MemoryStore, TieredStore
 
-    quotas, key = _quotas(quota_gib), chosen_key(store_key)
+    key = chosen_key(store_key)
     tiers: list[KVStore] = []
     if memory_gib > 0:
-        tiers.append(memory := MemoryStore(int(memory_gib * GIB), policy=eviction, quotas=quotas))
+        tiers.append(memory := MemoryStore(int(memory_gib * GIB)))
     if path is not None:
         budget = int(disk_gib * GIB) or None
-        disk = DiskStore(
-            path, fsync=fsync, create=create, capacity_bytes=budget, policy=eviction, quotas=quotas, store_key=key
-        )
+        disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key)
         tiers.append(disk)
         for document, keys in disk.pins().items() if memory_gib > 0 else ():
             memory.pin(document, keys)
     if remote is not None:
         tiers.append(open_remote(remote, timeout_s=remote_timeout_s, store_key=key))
     return TieredStore(*tiers, kv_dtype=kv_dtype)
-
-
-def _quotas(quota_gib: float | Mapping[str, float]) -> int | dict[str, int] | None:
-    """Quotas in bytes; None where there are none."""
-    if isinstance(quota_gib, Mapping):
-        return {namespace: int(gib * GIB) for namespace, gib in quota_gib.items()}
-    return int(quota_gib * GIB) or None
 
 
 def tier_defaults() -> dict[str, Any]:

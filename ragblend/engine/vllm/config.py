@@ -13,7 +13,6 @@ from typing import Any
 from ragblend.config import read_environment
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import RatioChoice
-from ragblend.engine.store.eviction import Policy
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.quantize import KvDtype
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -21,7 +20,7 @@ from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.params import check_ratio_choice
 from ragblend.errors import UsageError
 
-TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib", "kv_dtype")
+TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "kv_dtype")
 """Taken from `RAGBLEND_*` where `kv_connector_extra_config` leaves them out: a remote's URL may hold a password, and
 everybody on the machine can read a command line."""
 
@@ -35,8 +34,6 @@ class ConnectorConfig:
     disk_gib: float = 0.0  # this and the following as in `open_store`
     remote: str | None = None
     remote_timeout_s: float = 5.0
-    eviction: Policy = "lru"
-    quota_gib: float | Mapping[str, float] = 0.0
     kv_dtype: KvDtype = "auto"
     rule: str = "auto"  # for requests that name none, and those marked by separators
     ratio: RatioChoice = None  # for the same; None or "auto": what was calibrated, else the default
@@ -76,8 +73,6 @@ class ConnectorConfig:
             self.store,
             memory_gib=self.memory_gib if memory else 0.0,
             disk_gib=self.disk_gib,
-            eviction=self.eviction,
-            quota_gib=self.quota_gib,
             kv_dtype=self.kv_dtype,
             fsync=fsync,
         )
