@@ -47,6 +47,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, Noi
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Part
 from ragblend.prompt.segmenter import Segmenter
 
@@ -233,7 +234,7 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
     first = {"mode": "reuse", "rule": "first_k", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
-    assert engine.options == [{"recompute_ratio": None, **first}, {**first, **second}]
+    assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
@@ -731,9 +732,9 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
         ({"recompute_ratio": 2.0}, ValidationError),
         ({"recompute_ratio": "most"}, ValidationError),
         ({"recompute_rato": 0.2}, ValidationError),
-        ({"max_tokens": 0}, UsageError),
+        ({"max_tokens": 0}, ValidationError),
         ({"rule": "best"}, UsageError),
-        ({"temperature": -1.0}, UsageError),
+        ({"temperature": -1.0}, ValidationError),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: TransformersEngine) -> None:
