@@ -256,7 +256,7 @@ kvs = [make_kv(seed, tokens=20, num_layers=3, namespace="ab"[seed % 2]) for seed
 
 def work(number):
     rng = random.Random(number)
-    disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000, policy="lru" if number % 2 else "gdsf")
+    disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000)
     store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url, timeout_s=60))
     hits = 0
     for _ in range(requests):

@@ -215,7 +215,7 @@ def _prefill(engine: TransformersEngine, request: Request, configuration: Config
 def _answer(engine: TransformersEngine, request: Request, prefilled: Prefilled) -> Answer:
     """The greedy answer from there on."""
     log_probs = prefilled.logits.double().log_softmax(-1)
-    token_ids, ended = _decode(engine, prefilled.logits, prefilled.fused, request.max_tokens)
+    token_ids, ended = _decode(engine, prefilled.logits, prefilled.fused, request.options.max_tokens)
     text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
     return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused)
 

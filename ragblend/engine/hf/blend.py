@@ -122,7 +122,7 @@ class BlendingEngine(EngineBase):
     def _blend(self, request: Request, damaged: set[str], find: Find) -> Prefilled:
         """Full reuse, prefix reuse or blend: look up, decide, place and fuse, report."""
         start_s = perf_counter()
-        room = request.prompt.num_tokens + min(request.max_tokens, 256)
+        room = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, room, self.layers.like)
         found = self._lookup(request, self._resident(request, fused), damaged, find)
         decided = self._decide(request, found)
@@ -251,7 +251,7 @@ class BlendingEngine(EngineBase):
             choice.rule,
             choice.checks,
             found.num_resident,
-            seed=request.sampling.seed or 0,
+            seed=request.options.seed or 0,
             probe_layers=choice.probe_layers,
             question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
             separators=self._separators(prompt),

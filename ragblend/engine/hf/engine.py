@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusion.lookup import note_neighbours
 from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
@@ -25,11 +24,11 @@ from ragblend.engine.fusion.rules import (
     schedule,
 )
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, check_options
+from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
-from ragblend.engine.report import Generation, Mode, RatioChoice
+from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, dtype_name, stored_as
@@ -37,6 +36,7 @@ from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.store.tiered import Prefetches, WorksInBackground, kv_dtype_of
 from ragblend.engine.tuning.calibration import Calibrations, local_key, local_root
 from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -167,46 +167,34 @@ class TransformersEngine(BlendingEngine):
         self,
         prompt: SegmentedPrompt,
         *,
-        mode: Mode = "blend",
-        rule: str = "auto",
-        recompute_ratio: RatioChoice = None,
         checks: Sequence[Check] | None = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] | None = None,
         conversation: Conversation | None = None,
+        **options: Unpack[GenerationKeywords],
     ) -> Request:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        `recompute_ratio` (blend): share of chunk tokens to recompute, 0 to 1. "auto", and None, is what `ragblend
-        calibrate` found for this store, else the default; on a machine that was profiled more where that hides behind
-        loading, and full prefill where that is faster. `checks` sets several check layers with their own ratios
-        instead. Greedy at temperature 0. With a `conversation`, earlier turns are not prefilled again. Raises
-        PromptTooLongError beyond the model's context, UsageError for bad values.
+        `options` are GenerationOptions. `checks` sets several check layers with their own ratios instead of one. With a
+        `conversation`, earlier turns are not prefilled again. Raises PromptTooLongError beyond the model's context,
+        UsageError for bad values.
         """
-        check_options(mode, max_tokens)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        self._check_prompt(prompt, stops)
-        known_rule = find_rule(rule, self.layers.num_layers)
+        asked = GenerationOptions(**options)
+        self._check_prompt(prompt, asked.stops)
+        known_rule = find_rule(asked.rule, self.layers.num_layers)
         if checks is not None:
             schedule(known_rule, 0.0, self.layers.num_layers, checks)
         tokenized = self.segmenter.tokenize(prompt)
-        choice = self.calibrations.choose(tokenized.prefix_ids, rule, recompute_ratio)
+        choice = self.calibrations.choose(tokenized.prefix_ids, asked.rule, asked.recompute_ratio)
         self._check_length(tokenized.num_tokens + 1, "prompt")
         return Request(
             tokenized,
-            mode,
-            rule,
+            asked.mode,
+            asked.rule,
             choice.ratio,
+            asked,
             tuple(checks) if checks is not None else None,
-            max_tokens,
-            Sampling(temperature, top_p, seed),
-            stops,
             conversation,
             choice.fit,
-            adapts=mode == "blend" and checks is None and choice.is_auto_ratio,
+            adapts=asked.mode == "blend" and checks is None and choice.is_auto_ratio,
         )
 
     @torch.inference_mode()

@@ -129,7 +129,7 @@ def start_vllm(
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM logs its configuration; a URL with a password reaches the connector by the environment (`TIER_SETTINGS`).
+    # vLLM logs its configuration; a URL with a password reaches the connector by the environment.
     extra = dict(transfer["kv_connector_extra_config"])
     hidden = {"RAGBLEND_REMOTE": extra.pop("remote")} if has_secret(extra.get("remote") or "") else {}
     transfer = {**transfer, "kv_connector_extra_config": extra}
@@ -301,12 +301,12 @@ class _Loop:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        request = command.request
+        request, options = command.request, command.request.options
         params = SamplingParams(
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-            seed=request.sampling.seed,
-            max_tokens=request.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
             stop_token_ids=command.stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -314,7 +314,7 @@ class _Loop:
         )
         self._engine.add_request(command.request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
         self._answers[command.request_id] = command.answers
-        if request.stop:
+        if options.stops:
             self._may_stop.add(command.request_id)
 
     def _hand_out(self, output: Any) -> None:
