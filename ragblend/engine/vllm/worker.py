@@ -226,7 +226,7 @@ class BlendWorker:
         prefix = yield from self._prefix(job)
         damaged: set[str] = set()
         while True:
-            plan = self._plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
+            plan = self._fuse_plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
             paged = self._paged(job, plan)
             try:
                 ends_s: list[float] = []
@@ -280,7 +280,7 @@ class BlendWorker:
 
     # -- their parts
 
-    def _plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
+    def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """What to fuse by which rule, as transformers_engine does."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
         choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
