@@ -166,7 +166,9 @@ def facts_of(found: CalibrationRun, model: str, questions: Path | None) -> dict[
         "rule": calibration.rule,
         "check_layer": calibration.check_layer,
         "meets_target": calibration.fits[0].meets_target,
-        "agreement": {name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")},
+        "predicted_agreement": {
+            name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
+        },
         "held_out": asdict(held) | {"is_kept": found.is_kept} if held is not None else None,
         "num_prefills": found.num_prefills,
         "elapsed_s": round(found.elapsed_s, 1),

@@ -27,10 +27,12 @@ from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import FALLBACK
 from ragblend.engine.fusion.rules import SHALLOW as AUTO
 from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import (
     Calibration,
     CurvePoint,
     Fit,
+    keep_calibration,
     load_calibration,
 )
 from ragblend.errors import UsageError
@@ -346,7 +348,20 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: P
     code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
     report = json.loads(out)["report"]
     assert report["recompute_ratio"] == 0.0
-    assert 0 < report["predicted_agreement"] <= facts["agreement"]["agreement"]
+    assert 0 < report["predicted_agreement"] <= facts["predicted_agreement"]["agreement"]
+    with load_engine("demo", home / "kv", on_miss="inline") as engine:
+        ours = load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids)
+    assert ours is not None
+    later = replace(
+        ours, chunker="of another index", created_s=ours.created_s + 9, fits=(replace(ours.fits[0], ratio=1.0),)
+    )
+    path = keep_calibration(DiskStore(home / "kv"), later)
+    code, out, _ = run("ask", "Who?", "-k", "2", "--max-tokens", "1", "--json")
+    assert json.loads(out)["report"]["recompute_ratio"] == 0.0  # that of the index that is asked
+    path.write_bytes(path.read_bytes()[:-9])
+    code, out, err = run("verify", "--repair")
+    assert "make it again: ragblend calibrate" in out + err
+    assert not path.exists()
 
 
 def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], home: Path) -> None:

@@ -290,15 +290,13 @@ class Calibrations:
 class Chosen(NamedTuple):
     """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
 
-    `is_default_rule`: the caller left the rule open, so one whose probe does not pay may give way. `is_auto_ratio`: the
-    caller left the ratio open, so it may be raised where recompute costs no time.
+    `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
     """
 
     rule: str
     ratio: float
     check_layer: int
     fit: Fit | None
-    is_default_rule: bool
     is_auto_ratio: bool
 
 
@@ -317,14 +315,12 @@ def choose(
     """
     name = find_rule(rule, num_layers).name
     fit = calibration.fit_of(rule) if calibration is not None else None
-    left_open = ratio is None or ratio == "auto"
     return Chosen(
         fit.rule if fit is not None else name,
         choose_ratio(fit, ratio, default),
         fit.check_layer if fit is not None else CHECK_LAYER,
         fit,
-        rule == "auto",
-        left_open,
+        ratio in (None, "auto"),
     )
 
 
