@@ -43,7 +43,7 @@ from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
@@ -256,9 +256,9 @@ def test_a_calibrated_ratio_is_named_auto(
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (DEFAULT_RATIO, None)
     prompt = SegmentedPrompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
     prefix_ids = engine.segmenter.tokenize(prompt).prefix_ids
-    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, 0.0, 0.2, ratio) for ratio in (0.0, 1.0))
-    fit = Fit("cacheblend", 1, 0.4, True, 0.9, 0.8, 1.0, points)
-    facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, "agreement 0.9", 60, "k 2", NoiseFloor(1.0, 0.0))
+    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
+    fit = Fit("cacheblend", 1, 0.4, True, points)
+    facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
     keep_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
     assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2

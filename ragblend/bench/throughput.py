@@ -26,10 +26,9 @@ from ragblend.bench.common.workloads import PREFIX_TOKENS, draw_prompts, find_dt
 from ragblend.bench.ttft import Case, cases_of, check_modes, threads
 from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card, warm_prefix_cache
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio
-from ragblend.engine.report import Mode
+from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.vllm.answer import Delta, VllmRequest
-from ragblend.engine.vllm.params import VllmReport
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.prompt import SegmentedPrompt
 
@@ -112,7 +111,7 @@ class Answered(NamedTuple):
     arrival_s: float
     ttft_s: float
     total_s: float
-    report: VllmReport | None = None
+    report: BlendReport | None = None
     num_cached_tokens: int = 0  # of the prompt; vLLM did not have to compute them
 
 

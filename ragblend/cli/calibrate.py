@@ -39,9 +39,9 @@ from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
-    from ragblend.engine.tuning.calibration import Fit
+    from ragblend.engine.tuning.calibration import CurvePoint, Fit
     from ragblend.index import ChunkIndex
-    from ragblend.upkeep.calibrate import CalibrationRun
+    from ragblend.upkeep.calibrate import CalibrationRun, HeldOut
 
 calibrate_app = typer.Typer()
 
@@ -57,12 +57,9 @@ def calibrate(
     ] = None,
     num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
     held_out: Annotated[int, typer.Option("--held-out", help="Others to check the prediction with.")] = 0,
-    target_agreement: Annotated[
-        float | None, typer.Option("--target-agreement", help="Share of first tokens to be full prefill's; 0.98.")
-    ] = None,
-    target_kl: Annotated[
-        float | None, typer.Option("--target-kl", help="Instead: the first token's mean KL from full prefill, nats.")
-    ] = None,
+    target: Annotated[
+        float, typer.Option("--target", help="Share of first tokens to be full prefill's, with 95 % confidence.")
+    ] = 0.9,
     rules: Annotated[str | None, typer.Option("--rules", help="Rules to compare, comma-separated.")] = None,
     check_layers: Annotated[
         str | None, typer.Option("--check-layers", help="Layers to read them at, in the model's first half; 1,2,4.")
@@ -97,7 +94,7 @@ def calibrate(
         require_matplotlib()  # now, not after minutes of measuring
     from ragblend.upkeep import calibrate as fitting
 
-    target = fitting.checked_target(_target(target_agreement, target_kl))
+    fitting.check_target(target, num_questions)
     grid: dict[str, Any] = {}
     if rules is not None:
         grid["rules"] = split_names(rules)
@@ -130,14 +127,6 @@ def calibrate(
         plot_calibration(facts, plot)
         err.print(f"plot in {plot}")
     print_result(facts, "\n".join(lines_of(found)), json_)
-
-
-def _target(agreement: float | None, kl: float | None) -> Any:
-    from ragblend.upkeep.calibrate import Target
-
-    if agreement is not None and kl is not None:
-        raise UsageError("--target-agreement and --target-kl exclude each other; give one")
-    return Target() if agreement is None and kl is None else Target(agreement, kl)
 
 
 def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, seed: int) -> list[str]:
@@ -177,8 +166,10 @@ def facts_of(found: CalibrationRun, model: str, questions: Path | None) -> dict[
         "rule": calibration.rule,
         "check_layer": calibration.check_layer,
         "meets_target": calibration.fits[0].meets_target,
-        "predicted_agreement": {name: getattr(calibration.fits[0], name) for name in ("agreement", "low", "high")},
-        "held_out": asdict(held) | {"inside": held.inside} if held is not None else None,
+        "predicted_agreement": {
+            name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
+        },
+        "held_out": asdict(held) | {"is_kept": found.is_kept} if held is not None else None,
         "num_prefills": found.num_prefills,
         "elapsed_s": round(found.elapsed_s, 1),
         "cpu_s": round(found.cpu_s, 1),
@@ -190,24 +181,25 @@ def facts_of(found: CalibrationRun, model: str, questions: Path | None) -> dict[
 def lines_of(found: CalibrationRun) -> list[str]:
     """The same for people: what was chosen, the curve of each rule, the check."""
     calibration, best = found.calibration, found.calibration.fits[0]
-    floor = calibration.noise_floor
     lines = [
-        f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target}: "
+        f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "
         f"ratio {best.ratio:g} by {best.rule} at layer {best.check_layer}",
-        f"predicted: the first token is full prefill's in {_share(best.agreement, best.low, best.high)}",
-        f"noise floor (everything recomputed): {floor.agreement:.1%}, KL {floor.kl:.2g}",
+        f"the first token is full prefill's in {_share(best.point)}",
+        f"noise floor (everything recomputed): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
     ]
     if not best.meets_target:
-        lines.append("no ratio meets the target, not even 1: rounding alone is beyond it. Lower the target")
+        lines.append("no ratio meets the target, not even 1: rounding alone is beyond it. Lower --target")
     elif best.ratio == 1:
-        lines.append("only ratio 1, full prefill's work, meets the target. Lower it, or measure more --rules")
+        lines.append("only ratio 1, full prefill's work, meets the target. Lower it, ask more, or measure more --rules")
     for fit in calibration.fits:
         lines += ["", *_table(fit)]
     if found.held_out is not None:
         held = found.held_out
-        verdict = "as predicted" if held.inside else "NOT as predicted"
-        seen = f"of {held.num_questions} other questions {held.agreement:.1%} agree, KL {held.kl:.2g}"
-        lines += ["", f"held out: {seen}; {verdict} ({held.low:.1%} to {held.high:.1%} of so many)"]
+        verdict = "the target stands" if found.is_kept else "BELOW the target"
+        lines += [
+            "",
+            f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
+        ]
     if found.path is not None:
         lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {found.path}"]
     return lines
@@ -220,11 +212,10 @@ def _table(fit: Fit) -> list[str]:
         mark = " <" if point.ratio == fit.ratio else ""
         rows.append(
             f"  {point.ratio:>6g} {point.charged_budget:>8.3f} {point.charged_budget_32:>7.3f}   "
-            f"{_share(point.agreement, point.low, point.high):<24} "
-            f"{point.kl:.2g} [{point.kl_low:.2g}, {point.kl_high:.2g}]{mark}"
+            f"{_share(point):<24} {point.kl:.2g}{mark}"
         )
     return rows
 
 
-def _share(share: float, low: float, high: float) -> str:
-    return f"{share:.1%} [{low:.1%}, {high:.1%}]"
+def _share(found: CurvePoint | HeldOut) -> str:
+    return f"{found.agreement:.1%} [{found.low:.1%}, {found.high:.1%}]"

@@ -1,4 +1,4 @@
-"""`ragblend profile` and `ragblend plan`: measure this machine, then ask which device the KV should live on."""
+"""`ragblend profile` and `ragblend plan`: measure this machine, then ask which storage the KV should live on."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def profile(
 
 
 def plan(
-    devices: Annotated[
+    storage: Annotated[
         list[str],
         typer.Option(
-            "--device", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
+            "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
         ),
     ],
     model: ModelOption = None,
@@ -105,24 +105,25 @@ def plan(
     vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = None,
+    device: DeviceOption = None,
     trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Which device is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
+    """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
     use_threads(threads)
     quiet_libraries()
-    named = {"model": model, "store": store, "backend": backend, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    settings = load_settings(named)
+    named = {"model": model, "store": store, "backend": backend, "dtype": dtype, "device": device}
+    settings = load_settings({**named, "trust_remote_code": trust_remote_code})
     _bind_threads(settings, threads)
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.engine.tuning.pipeline import Need, parse_device
+    from ragblend.engine.tuning.pipeline import Need, parse_storage
     from ragblend.engine.tuning.pipeline import plan as make_plan
     from ragblend.upkeep.measure import find_profile
 
     profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
     asks_first = find_rule(rule, profile.num_layers).asks_first
     need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour, asks_first=asks_first)
-    made = make_plan(profile, [parse_device(text, profile.bytes_per_s) for text in devices], need)
+    made = make_plan(profile, [parse_storage(text, profile.bytes_per_s) for text in storage], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
 
 
@@ -167,14 +168,14 @@ def plan_lines(plan: Plan) -> list[str]:
     lines = [
         f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "
         f"{plan.full_s:.3g} s",
-        f"{'device':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
+        f"{'storage':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
         f"{'USD/month':>11}{'uses to repay':>15}" + ("  uses/month" if need.usd_per_hour else ""),
     ]
     lines += [_option_line(option) for option in plan.options]
     if cheapest is None:
         ways = ["a faster one", "a higher ratio"]
         ways += ["a rule that does not wait for all KV (--rule cacheblend)"] if need.asks_first else []
-        return [*lines, f"every device adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
+        return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 
 
@@ -183,7 +184,7 @@ def _option_line(option: Option) -> str:
     monthly = "" if option.reuses_per_month is None else f"{option.reuses_per_month:>12.3g}"
     delay = "yes" if option.adds_delay else "no"
     return (
-        f"{option.device:<12}{option.load_s:>8.3f}{option.recompute_s:>12.3f}{option.ttft_s:>8.3f}{delay:>7}"
+        f"{option.storage:<12}{option.load_s:>8.3f}{option.recompute_s:>12.3f}{option.ttft_s:>8.3f}{delay:>7}"
         f"{option.hidden_ratio:>7.0%}{option.gb_per_1000_chunks:>9.2f}{option.usd_per_1000_chunks_month:>11.4f}"
         f"{repaid:>15}{monthly}" + ("" if option.pays else "  full prefill is faster")
     )

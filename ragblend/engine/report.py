@@ -5,7 +5,8 @@ Plain values only. Knows nothing about how they came about.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ragblend.engine.agreement import ShadowReport
@@ -39,8 +40,8 @@ class BlendReport:
     """One request. Durations in seconds; `ttft_s` = lookup + load + fuse + first token."""
 
     mode: Mode
-    rule: str
-    recompute_ratio: float
+    rule: str = "none"
+    recompute_ratio: float = 0.0
     ttft_s: float = 0.0
     lookup_s: float = 0.0
     load_s: float = 0.0  # reading and placing stored KV, overlapped with fusing where it comes from disk
@@ -65,13 +66,27 @@ class BlendReport:
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
     predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
     num_damaged_entries: int = 0
-    refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster
+    refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster,
+    failed: bool = False  # or this: something went wrong
     shadow: ShadowReport | None = None  # filled in once full prefill has run beside the request, if it was to
     chunks: list[ChunkReport] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return asdict(self)
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> BlendReport:
+        """The report that `as_dict` gave, maybe of another version: fields that this one does not know are left out."""
+        chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in told.get("chunks", ())]
+        shadow = told.get("shadow")
+        return cls(
+            **{
+                **_known(cls, told),
+                "chunks": chunks,
+                "shadow": ShadowReport(**_known(ShadowReport, shadow)) if shadow else None,
+            }
+        )
 
     def summary(self) -> str:
         """One line for people: what was reused and what it cost."""
@@ -81,6 +96,10 @@ class BlendReport:
         if self.attention_stale is not None:
             text += f"; {self.attention_stale:.0%} of the question's attention on stale tokens"
         return text
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -1,37 +1,37 @@
-"""Fit recompute to a corpus: how close to full prefill each ratio comes, and which ratio meets a target.
+"""Fit recompute to a corpus: how close to full prefill each ratio comes, and which ratio keeps a promise.
 
 Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule, check layer
 and ratio of the grid; what counts is the first token: whether it is full prefill's, and KL(full || blend). No answers
-or labels are needed. `fit_all` makes a calibration of that, which the engine picks up by itself
+or labels are needed. The ratio that is fitted is the smallest one that meets the target for certain: the lower bound
+of its agreement's 95 % interval does, and that of every larger ratio. The engine picks the calibration up by itself
 (`engine.tuning.calibration`).
 
-Read `calibrate` first, then `decide`. Knows the transformers engine and the index; prints nothing.
+Read `calibrate` first, then `fit`. Knows the transformers engine and the index; prints nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from ragblend.engine.api import Engine
+from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, FALLBACK, check_ratio, find_rule
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.report import BlendReport
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
-from ragblend.errors import EmptyCorpusError, UsageError
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.intervals import mean_interval, wilson_interval
+from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress, disk_store
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
@@ -39,23 +39,10 @@ RULES = ("auto", FALLBACK)  # those worth measuring; more with --rules
 CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
 RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
 NUM_QUESTIONS = 60
-TARGET_AGREEMENT = 0.98
-NUM_FOLDS = 5
-NUM_RESAMPLES = 400
-MIN_QUESTIONS = 10
+TARGET = 0.9
+Z_SQUARED = 3.8415  # of a 95 % interval
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-
-
-class Target(NamedTuple):
-    """What the ratio has to meet: a share of first tokens, or a mean KL in nats. Exactly one is set."""
-
-    agreement: float | None = TARGET_AGREEMENT
-    kl: float | None = None
-
-    def __str__(self) -> str:
-        return f"agreement {self.agreement:g}" if self.kl is None else f"KL {self.kl:g}"
+Curve = tuple[CurvePoint, ...]
 
 
 class Setting(NamedTuple):
@@ -65,43 +52,24 @@ class Setting(NamedTuple):
     check_layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """What was measured: arrays [S settings, R ratios, Q questions]. The first setting is what is used uncalibrated.
+class Trial(NamedTuple):
+    """One question at one point of the grid, against full prefill."""
 
-    Ratios ascend from 0 (full reuse) to 1 (everything recomputed), where all settings are alike.
-    """
-
-    settings: tuple[Setting, ...]
-    ratios: tuple[float, ...]
-    agrees: Bools
-    kl: Floats
-    charged: Floats
-    charged_32: Floats
-
-    @property
-    def num_questions(self) -> int:
-        """Questions that were asked."""
-        return int(self.kl.shape[-1])
+    agrees: bool
+    kl: float
+    charged_budget: float
+    charged_budget_32: float
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The engine with its new calibration on questions that no fit has seen.
-
-    `low`, `high`: the agreements, on so many questions, that the prediction allows with 95 %; `inside`: as predicted.
-    """
+    """The engine with its new calibration on questions that no fit has seen. `low`, `high`: 95 % (Wilson)."""
 
     num_questions: int
     agreement: float
-    kl: float
     low: float
     high: float
-
-    @property
-    def inside(self) -> bool:
-        """Whether what was predicted came true."""
-        return self.low <= self.agreement <= self.high
+    kl: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +83,11 @@ class CalibrationRun:
     cpu_s: float
     held_out: HeldOut | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what was promised may be true of the held-out questions."""
+        return self.held_out is None or self.held_out.high >= self.calibration.target
+
 
 def calibrate(
     engine: Engine,
@@ -124,7 +97,7 @@ def calibrate(
     k: int = 6,
     neighbours: int = 0,
     order: Any = "score",
-    target: Target | None = None,
+    target: float = TARGET,
     num_questions: int = NUM_QUESTIONS,
     num_held_out: int = 0,
     rules: Sequence[str] = RULES,
@@ -137,16 +110,16 @@ def calibrate(
     """Measure the grid on `num_questions` of `questions`, fit, and save the calibration in the engine's store.
 
     Prompts have the engine's system text. `num_held_out` other questions are then answered with that calibration.
-    Raises EmptyCorpusError where there are too few questions, UsageError for an engine that shows no logits (vLLM), and
+    Raises UsageError where there are too few questions for the target, for an engine that shows no logits (vLLM), and
     for a store without a directory.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    aim = checked_target(target or Target())
+    check_target(target, num_questions)
     fitter = checked_engine(engine)
     disk = disk_store(engine) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
-    fitted, others = split_questions(questions, num_questions, num_held_out, seed)
+    fitted, others = split_questions(questions, num_questions, num_held_out, target, seed)
     grid = (0.0, *sorted({check_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
     settings = settings_for(rules, check_layers, fitter.layers.num_layers)
     tell = progress or (lambda stage, done, total: None)
@@ -158,21 +131,20 @@ def calibrate(
             for found, text in zip(hits, texts, strict=True)
         ]
 
-    outcomes = measure(fitter, prompts(fitted), settings, grid, tell)
+    curves = measure(fitter, prompts(fitted), settings, grid, tell)
     calibration = Calibration(
         fitter.fingerprint,
         fitter.default_prefix_ids,
         index.manifest.chunker,
         time.time(),
-        str(aim),
-        outcomes.num_questions,
+        target,
+        len(fitted),
         f"k {k}, neighbours {neighbours}, order {order}",
-        NoiseFloor(float(outcomes.agrees[0, -1].mean()), float(outcomes.kl[0, -1].mean())),
-        fit_all(outcomes, aim),
+        fit_all(curves, target),
     )
     path = str(keep_calibration(disk, calibration)) if disk is not None else None
     held_out = check(fitter, prompts(others), calibration, tell) if others else None
-    num_prefills = outcomes.num_questions * (3 + len(settings) * (len(grid) - 2)) + 2 * len(others)
+    num_prefills = len(fitted) * (3 + len(settings) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
 
@@ -213,18 +185,36 @@ def generate_questions(chunks: Sequence[Chunk], count: int, seed: int = 0) -> li
 
 
 def split_questions(
-    questions: Sequence[str], num_questions: int, num_held_out: int, seed: int
+    questions: Sequence[str], num_questions: int, num_held_out: int, target: float, seed: int
 ) -> tuple[list[str], list[str]]:
     """Those to fit on and, at most `num_held_out`, others to check with; drawn at random, each once."""
     distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
-    if len(distinct) < MIN_QUESTIONS:
-        raise EmptyCorpusError(
-            f"{len(distinct)} questions are too few to calibrate with; give {MIN_QUESTIONS} or more, better 50 to 100: "
-            "--questions FILE, one per line"
-        )
+    check_target(target, len(distinct))
     drawn = random.Random(seed).sample(distinct, len(distinct))
-    num_fitted = max(MIN_QUESTIONS, min(num_questions, len(drawn) - num_held_out))
+    num_fitted = max(num_needed(target), min(num_questions, len(drawn) - num_held_out))
     return drawn[:num_fitted], drawn[num_fitted:][:num_held_out]
+
+
+def num_needed(target: float) -> int:
+    """Questions that can promise `target` where all agree: the lower bound of n of n is n / (n + 3.84).
+
+    >>> num_needed(0.9), num_needed(0.98)
+    (35, 189)
+    """
+    return math.ceil(Z_SQUARED * target / (1 - target))
+
+
+def check_target(target: float, num_questions: int) -> None:
+    """Raise UsageError for a target that so many questions cannot promise, before anything is measured."""
+    if not 0 < target < 1:
+        raise UsageError(f"target is {target}; choose a share above 0 and below 1, such as {TARGET}")
+    if num_questions < num_needed(target):
+        promised = num_questions / (num_questions + Z_SQUARED)
+        raise UsageError(
+            f"{num_questions} questions are too few: they can promise an agreement of {promised:.2f} at most, and "
+            f"{target:g} needs {num_needed(target)}; raise --num-questions, give more (--questions FILE, one per "
+            "line), or lower --target"
+        )
 
 
 # -- measuring
@@ -248,183 +238,85 @@ def measure(
     settings: Sequence[Setting],
     ratios: Sequence[float],
     tell: Progress,
-) -> Outcomes:
+) -> dict[Setting, Curve]:
     """Every prompt in full and at every point of the grid, through the very path that a calibrated engine takes."""
-    shape = (len(settings), len(ratios), len(prompts))
-    agrees, kl = np.zeros(shape, bool), np.zeros(shape)
-    charged, charged_32 = np.zeros(shape), np.zeros(shape)
+    trials: dict[tuple[Setting, float], list[Trial]] = {(s, ratio): [] for s in settings for ratio in ratios}
     for number, prompt in enumerate(prompts):
         tell("measure", number, len(prompts))
         request, full = _in_full(engine, prompt)
-        for place, ratio in enumerate(ratios):
-            for row, setting in enumerate(settings):
-                if row and ratio in (0.0, 1.0):  # all alike
-                    for array in (agrees, kl, charged, charged_32):
-                        array[row, place, number] = array[0, place, number]
-                    continue
-                log_probs, report = _blended(engine, request, _trial(setting), ratio)
-                agrees[row, place, number] = bool(log_probs.argmax() == full.argmax())
-                kl[row, place, number] = divergence(full, log_probs)
-                charged[row, place, number] = report.charged_budget
-                charged_32[row, place, number] = report.charged_budget_32
+        for ratio in ratios:
+            trial: Trial | None = None
+            for setting in settings:
+                if trial is None or 0 < ratio < 1:  # at 0 and 1 all are alike
+                    trial = _blended(engine, request, _unfitted(setting), ratio, full)
+                trials[setting, ratio].append(trial)
     tell("measure", len(prompts), len(prompts))
-    return Outcomes(tuple(settings), tuple(ratios), agrees, kl, charged, charged_32)
+    return {setting: tuple(point(ratio, trials[setting, ratio]) for ratio in ratios) for setting in settings}
+
+
+def point(ratio: float, trials: Sequence[Trial]) -> CurvePoint:
+    """What the questions say about one ratio of one setting."""
+    agrees, kl, charged, charged_32 = (fmean(column) for column in zip(*trials, strict=True))
+    return CurvePoint(ratio, charged, agrees, *wilson_interval(agrees, len(trials)), kl, charged_32)
 
 
 def check(
     engine: TransformersEngine, prompts: Sequence[SegmentedPrompt], calibration: Calibration, tell: Progress
 ) -> HeldOut:
     """What `calibration` is worth on other questions: first tokens by its best fit against full prefill's."""
-    fit, agrees, divergences = calibration.fits[0], [], []
+    fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
         tell("check", number, len(prompts))
         request, full = _in_full(engine, prompt)
-        log_probs, _ = _blended(engine, request, fit, fit.ratio)
-        agrees.append(bool(log_probs.argmax() == full.argmax()))
-        divergences.append(divergence(full, log_probs))
+        trials.append(_blended(engine, request, fit, fit.ratio, full))
     tell("check", len(prompts), len(prompts))
-    allowed = expected_shares(round(fit.agreement * calibration.num_questions), calibration.num_questions, len(prompts))
-    return HeldOut(len(prompts), float(np.mean(agrees)), float(np.mean(divergences)), *allowed)
+    found = point(fit.ratio, trials)
+    return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
 
 
 def _in_full(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[Request, Tensor]:
-    """The prompt as a request, its chunks stored, and full prefill's first-token log probabilities [V] float64."""
+    """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)
     request = engine.request(prompt, mode="full", max_tokens=1)
-    return request, engine.prefill(request).logits.double().log_softmax(-1)
+    return request, engine.prefill(request).logits
 
 
-def _blended(engine: TransformersEngine, request: Request, fit: Fit, ratio: float) -> tuple[Tensor, BlendReport]:
-    """The same of a blend, as `fit` makes the engine run it."""
+def _blended(engine: TransformersEngine, request: Request, fit: Fit, ratio: float, full: Tensor) -> Trial:
+    """A blend as `fit` makes the engine run it, against the logits `full` [V]."""
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
-    return found.logits.double().log_softmax(-1), found.report
+    report = found.report
+    agrees = bool(found.logits.argmax() == full.argmax())
+    return Trial(agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32)
 
 
-def divergence(log_p: Tensor, log_q: Tensor) -> float:
-    """KL(p || q) in nats of log probabilities [V]; never below 0 by rounding."""
-    return max(0.0, float(kl_div(log_q, log_p, reduction="sum", log_target=True)))
-
-
-def _trial(setting: Setting) -> Fit:
+def _unfitted(setting: Setting) -> Fit:
     """A setting as the engine takes it, before anything is known of it."""
-    nothing = (0.0,) * 8
-    curve = (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing))
-    return Fit(setting.rule, setting.check_layer, 0.0, False, 0.0, 0.0, 0.0, curve)
+    nothing = (0.0,) * 6
+    return Fit(*setting, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
 
 
-# -- fitting: arithmetic on outcomes
+# -- fitting: arithmetic on what was measured
 
 
-def fit_all(outcomes: Outcomes, target: Target) -> tuple[Fit, ...]:
-    """A fit per rule; the best of all first."""
-    best = fit(outcomes, target, range(len(outcomes.settings)))
-    others = [rule for rule in dict.fromkeys(setting.rule for setting in outcomes.settings) if rule != best.rule]
-    return (best, *(fit(outcomes, target, _settings_of(outcomes, rule)) for rule in others))
+def fit(setting: Setting, curve: Curve, target: float) -> Fit:
+    """The smallest ratio that keeps the promise `target`, as every larger one does; 1 where none below does."""
+    keeps = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
+    place = keeps.index(True) if True in keeps else len(curve) - 1
+    return Fit(*setting, curve[place].ratio, keeps[place], curve)
 
 
-def fit(outcomes: Outcomes, target: Target, among: Sequence[int]) -> Fit:
-    """The setting of `among`, its ratio and curve, and what to expect of them: decided on all questions, predicted by
-    deciding again without each fifth of them and looking at that fifth."""
-    everything = np.arange(outcomes.num_questions)
-    row, place = decide(outcomes, target, among, everything)
-    unseen = np.zeros(outcomes.num_questions, bool)
-    for fold in np.array_split(everything, NUM_FOLDS):
-        there, at = decide(outcomes, target, among, np.setdiff1d(everything, fold))
-        unseen[fold] = outcomes.agrees[there, at, fold]
-    smooth = monotone(outcomes.agrees[row].mean(-1))
-    # Where the folds were more careful than the whole, they say nothing about what the whole decided.
-    num_right = min(int(unseen.sum()), round(float(smooth[place]) * outcomes.num_questions))
-    share = num_right / outcomes.num_questions
-    low, high = wilson_interval(share, outcomes.num_questions)
-    setting = outcomes.settings[row]
-    met = bool(_meets(outcomes, target, row, everything)[place])
-    return Fit(*setting, outcomes.ratios[place], met, share, low, high, _curve(outcomes, row, smooth))
+def fit_all(curves: Mapping[Setting, Curve], target: float) -> tuple[Fit, ...]:
+    """A fit per rule, at the layer where the promise takes the least charged budget; the least of all first.
 
-
-def decide(outcomes: Outcomes, target: Target, among: Sequence[int], questions: NDArray[np.int64]) -> tuple[int, int]:
-    """Setting and ratio, as places in `outcomes`, that meet the target for the least compute on these questions.
-
-    The first setting of `among` is the standard: another takes its place only where the saving is certain, that is
-    where its 95 % interval (paired bootstrap over the questions) lies above zero.
+    Where two take the same, the first of `curves` counts.
     """
-    standard = among[0]
-    place = first_place(outcomes, target, standard, questions)
-    if len(among) == 1:
-        return standard, place
-    draws = np.random.default_rng(0).choice(questions, (NUM_RESAMPLES, len(questions)))
-    costs = {row: np.array([_cost(outcomes, target, row, draw) for draw in draws]) for row in among}
-    certain = [row for row in among[1:] if np.percentile(costs[standard] - costs[row], 2.5) > 0]
-    best = min(certain, key=lambda row: _cost(outcomes, target, row, questions), default=standard)
-    return best, first_place(outcomes, target, best, questions)
+    fits = sorted((fit(setting, curve, target) for setting, curve in curves.items()), key=_cost)
+    return tuple({found.rule: found for found in reversed(fits)}[rule] for rule in dict.fromkeys(f.rule for f in fits))
 
 
-def first_place(outcomes: Outcomes, target: Target, row: int, questions: NDArray[np.int64]) -> int:
-    """The smallest ratio that meets the target, as a place in `outcomes.ratios`; the last, 1.0, where none does."""
-    places = np.flatnonzero(_meets(outcomes, target, row, questions))
-    return int(places[0]) if len(places) else len(outcomes.ratios) - 1
-
-
-def _meets(outcomes: Outcomes, target: Target, row: int, questions: NDArray[np.int64]) -> Bools:
-    """[R]: whether each ratio meets the target, by curves that are monotone in the ratio."""
-    slack = 1e-9  # of sums in another order
-    if target.kl is not None:
-        met: Bools = -monotone(-outcomes.kl[row][:, questions].mean(-1)) <= target.kl + slack
-    else:
-        assert target.agreement is not None
-        met = monotone(outcomes.agrees[row][:, questions].mean(-1)) >= target.agreement - slack
-    return met
-
-
-def _cost(outcomes: Outcomes, target: Target, row: int, questions: NDArray[np.int64]) -> float:
-    """Charged budget that meeting the target takes."""
-    place = first_place(outcomes, target, row, questions)
-    return float(outcomes.charged[row, place, questions].mean())
-
-
-def _curve(outcomes: Outcomes, row: int, smooth: Floats) -> tuple[CurvePoint, ...]:
-    points = []
-    for place, ratio in enumerate(outcomes.ratios):
-        agrees, kl = outcomes.agrees[row, place], outcomes.kl[row, place]
-        low, high = wilson_interval(float(agrees.mean()), outcomes.num_questions)
-        share = float(smooth[place])
-        charged, charged_32 = (float(a[row, place].mean()) for a in (outcomes.charged, outcomes.charged_32))
-        kl_low, kl_high = mean_interval(kl)
-        point = CurvePoint(
-            ratio, charged, share, min(low, share), max(high, share), float(kl.mean()), kl_low, kl_high, charged_32
-        )
-        points.append(point)
-    return tuple(points)
-
-
-def monotone(values: Floats) -> Floats:
-    """The ascending values [R] nearest to `values` in squares (isotonic regression): noise must not order ratios.
-
-    >>> monotone(np.array([0.5, 0.9, 0.8, 1.0])).round(3).tolist()
-    [0.5, 0.85, 0.85, 1.0]
-    """
-    from scipy.optimize import isotonic_regression
-
-    found: Floats = isotonic_regression(values).x
-    return found
-
-
-def expected_shares(count: int, total: int, others: int) -> tuple[float, float]:
-    """Between which shares of `others` more trials 95 % fall, after `count` of `total` (beta-binomial, prior 1/2, 1/2).
-
-    Wider than the interval of the share itself: a few other questions scatter, too.
-
-    >>> expected_shares(59, 60, 100)
-    (0.91, 1.0)
-    """
-    from scipy.stats import betabinom
-
-    predicted = betabinom(others, count + 0.5, total - count + 0.5)
-    return float(predicted.ppf(0.025)) / others, float(predicted.ppf(0.975)) / others
-
-
-def _settings_of(outcomes: Outcomes, rule: str) -> list[int]:
-    return [row for row, setting in enumerate(outcomes.settings) if setting.rule == rule]
+def _cost(found: Fit) -> float:
+    return found.point.charged_budget
 
 
 # -- checks at the door
@@ -438,14 +330,3 @@ def checked_engine(engine: Engine) -> TransformersEngine:
             "transformers on the store that vLLM serves from: the calibration is for both"
         )
     return engine
-
-
-def checked_target(target: Target) -> Target:
-    """The target, if it sets exactly one goal in its range."""
-    if (target.agreement is None) == (target.kl is None):
-        raise UsageError("give one target: an agreement (0 to 1) or a KL in nats")
-    if target.agreement is not None and not 0 < target.agreement <= 1:
-        raise UsageError(f"target agreement is {target.agreement}; choose more than 0, at most 1, for example 0.98")
-    if target.kl is not None and not target.kl > 0:
-        raise UsageError(f"target KL is {target.kl}; choose more than 0 nats, for example 0.01")
-    return target

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ragblend.config import Settings
 from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, registry_of
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import DiskStore, StoreEntry
+from ragblend.engine.store.disk import CALIBRATIONS_DIR, MACHINES_DIR, MODELS_DIR, PINS_DIR, DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.tuning.calibration import problem_of
@@ -189,10 +189,10 @@ def _note_stored(disk: DiskStore) -> None:
 
 
 _WHAT_IT_WAS = {
-    "pins": "nothing says which document it kept; pin it again: ragblend pin DOC",
-    "models": "an engine of that model notes itself again",
-    "profiles": "make it again: ragblend calibrate",
-    "machines": "make it again: ragblend profile",
+    PINS_DIR: "nothing says which document it kept; pin it again: ragblend pin DOC",
+    MODELS_DIR: "an engine of that model notes itself again",
+    CALIBRATIONS_DIR: "make it again: ragblend calibrate",
+    MACHINES_DIR: "make it again: ragblend profile",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
 

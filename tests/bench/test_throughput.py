@@ -35,8 +35,8 @@ from ragblend.bench.throughput import (
 )
 from ragblend.bench.ttft import Case
 from ragblend.cli.app import app
+from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.answer import Delta
-from ragblend.engine.vllm.params import VllmReport
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
@@ -94,7 +94,7 @@ class Scripted:
         self.all_sent.wait(timeout=60)
         yield Delta()
         yield Delta((1,), num_cached_tokens=request)
-        yield Delta((2,), "length", VllmReport("full", num_chunks=request))
+        yield Delta((2,), "length", BlendReport("full", num_chunks=request))
 
 
 def test_nobody_waits_for_answers_before_sending() -> None:
@@ -126,18 +126,18 @@ def test_an_answer_without_a_token_is_an_error() -> None:
     ("case", "report", "complaint"),
     [
         (FULL, None, "not at work"),
-        (BLEND, VllmReport("blend", num_chunks=3, num_chunk_hits=2), "1 chunks were not in the store"),
-        (BLEND, VllmReport("blend", num_chunks=3, num_chunk_hits=3, refused_reason="why"), "prefill: why"),
-        (BLEND, VllmReport("prefix", num_chunks=3), "prefill"),
+        (BLEND, BlendReport("blend", num_chunks=3, num_chunk_hits=2), "1 chunks were not in the store"),
+        (BLEND, BlendReport("blend", num_chunks=3, num_chunk_hits=3, refused_reason="why"), "prefill: why"),
+        (BLEND, BlendReport("prefix", num_chunks=3), "prefill"),
     ],
 )
-def test_what_was_not_served_as_asked_is_not_measured(case: Case, report: VllmReport | None, complaint: str) -> None:
+def test_what_was_not_served_as_asked_is_not_measured(case: Case, report: BlendReport | None, complaint: str) -> None:
     with pytest.raises(RagblendError, match=complaint):
         checked(case, [Answered(0.0, 1.0, 1.0, report)])
 
 
 def test_what_was_served_as_asked_is_measured() -> None:
-    answers = [Answered(0.0, 1.0, 1.0, VllmReport("blend", num_chunks=3, num_chunk_hits=3))]
+    answers = [Answered(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
     assert checked(BLEND, answers) is answers
 
 

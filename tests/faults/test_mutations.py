@@ -28,7 +28,7 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.corpus.texts import registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
@@ -145,12 +145,10 @@ def fill(work: Path) -> None:
         with open_index(work / "index") as index:
             pin_document(index.sources()[0], engine, index)
         disk = DiskStore(work / "kv")
-        points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, 0.0, 0.0, ratio) for ratio in (0.0, 1.0))
-        fit = Fit("cacheblend", 1, 0.5, True, 1.0, 0.9, 1.0, points)
+        points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, ratio) for ratio in (0.0, 1.0))
+        fit = Fit("cacheblend", 1, 0.5, True, points)
         prefix = tuple(engine.default_prefix_ids)
-        made = Calibration(
-            engine.fingerprint, prefix, "64 tokens", 1e9, "all", 20, "index", NoiseFloor(1.0, 0.0), (fit,)
-        )
+        made = Calibration(engine.fingerprint, prefix, "64 tokens", 1e9, 0.9, 20, "index", (fit,))
         keep_calibration(disk, made)
         measured = MachineProfile(engine.fingerprint, machine_facts("cpu"), 4, 1024, ((100, 0.1), (200, 0.2)))
         write_profile(work / "kv", measured)

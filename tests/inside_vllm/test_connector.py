@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.connector import COUNTERS, BlendConnector, BlendReports, BlendStats, ConnectorConfig
-from ragblend.engine.vllm.params import VllmReport
 from ragblend.errors import UsageError
 
 
@@ -29,7 +29,7 @@ def test_a_wrong_setting_is_named(extra, named):
 
 
 def test_reports_of_several_ranks_become_one():
-    first, second = VllmReport("blend", fuse_s=1.0), VllmReport("blend", fuse_s=2.0)
+    first, second = BlendReport("blend", fuse_s=1.0), BlendReport("blend", fuse_s=2.0)
     merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}))
     assert merged.reports == {"a": first, "b": second}
 

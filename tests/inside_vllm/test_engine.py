@@ -20,7 +20,7 @@ from ragblend.engine.notices import Notices
 from ragblend.engine.report import MODES
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
@@ -148,19 +148,18 @@ def test_a_forgotten_chunk_is_a_miss_until_it_is_precomputed_again(engine: Any) 
 def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: Path) -> None:
     before = engine.generate(PROMPT, max_tokens=1).report
     assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
-    point = CurvePoint(0.0, 0.0, 0.5, 0.4, 0.6, 1.0, 0.9, 1.1, 0.0)
+    point = CurvePoint(0.0, 0.0, 0.5, 0.4, 0.6, 1.0, 0.0)
     points = (
         point,
         point._replace(ratio=0.5, agreement=0.9, high=1.0),
         point._replace(ratio=1.0, agreement=1.0, high=1.0),
     )
-    fit = Fit("cacheblend_k", 2, 0.5, True, 0.8, 0.7, 0.9, points)
-    floor = NoiseFloor(1.0, 0.0)
-    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, "agreement 0.8", 60, "k 3", floor)
+    fit = Fit("cacheblend_k", 2, 0.5, True, points)
+    facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, 0.8, 60, "k 3")
     path = keep_calibration(DiskStore(store), Calibration(*facts, (fit,)))
     for ratio in (None, "auto"):
         report = engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=1).report
-        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.5, 0.8)
+        assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.5, 0.9)
         # Layer 2 was read, so more tokens ran that far than with the usual layer 1.
         usual = engine.generate(PROMPT, rule="cacheblend", recompute_ratio=0.5, max_tokens=1).report
         assert report.charged_budget > usual.charged_budget

@@ -35,7 +35,7 @@ def served(
     family = str(request.param)
     with engine(checkpoint(family), tmp_path_factory.mktemp(family), skip_tokenizer_init=True) as llm:
         for chunk in CHUNKS:
-            assert ingest(llm, PREFIX, chunk)["refused_reason"] is None
+            assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         yield family, llm
 
 
@@ -212,10 +212,10 @@ def test_damage_in_layer_0_is_a_miss_although_nobody_needed_it(served):
         stream.write(whole)
     damaged = ask(llm, IDS, params(ratio=1.0))
     found = report(damaged)
-    assert (found["num_chunk_hits"], found["num_damaged_entries"], found["refused_reason"]) == (2, 1, None)
+    assert (found["num_chunk_hits"], found["num_damaged_entries"], found["refused_reason"]) == (2, 1, "")
     assert tokens(damaged) == full
     assert not disk.contains(key)
-    assert ingest(llm, PREFIX, CHUNKS[1])["refused_reason"] is None
+    assert ingest(llm, PREFIX, CHUNKS[1])["refused_reason"] == ""
 
 
 def test_the_work_counts_between_two_engine_steps(served, monkeypatch):

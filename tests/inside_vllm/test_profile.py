@@ -24,7 +24,7 @@ def test_vllm_is_profiled_and_planned_with(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = tmp_path / "kv"
     place = ("--store", str(store), "--backend", "vllm", "--threads", "1", "--json")
-    assert run_command("plan", "--device", "ssd:2:0.1", *place) == 3
+    assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
     assert "--backend vllm" in capsys.readouterr().err
     options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
     assert run_command("profile", "--chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
@@ -47,5 +47,5 @@ def test_vllm_is_profiled_and_planned_with(
     for other in (Settings(store=str(store)), Settings(store=str(store), backend="vllm")):
         with pytest.raises(NotFoundError, match="ragblend profile"):
             find_profile(other, {"tensor_parallel_size": 2} if other.backend == "vllm" else None)
-    assert run_command("plan", "--device", "disk::0.08", *place) == 0
+    assert run_command("plan", "--storage", "disk::0.08", *place) == 0
     assert json.loads(capsys.readouterr().out)["options"][0]["device"] == "disk"

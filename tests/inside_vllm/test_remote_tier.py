@@ -33,7 +33,7 @@ def first(redis_server: RedisServer, checkpoint: Callable[[str], Path], tmp_path
     store = tmp_path_factory.mktemp("first")
     with engine(checkpoint("llama"), store, {"remote": redis_server.url}, skip_tokenizer_init=True) as llm:
         for chunk in CHUNKS:
-            assert ingest(llm, PREFIX, chunk)["refused_reason"] is None
+            assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         blended = [tokens(ask(llm, *request)) for request in requests()]
         plain = [tokens(ask(llm, ids)) for ids, _ in requests()]
     remote = open_remote(redis_server.url)
@@ -170,7 +170,7 @@ def test_redis_killed_and_started_again_while_serving(first, checkpoint, tmp_pat
             lost = ask(llm, *single(new))
             assert report(lost)["num_chunk_hits"] == 0
             assert tokens(lost) == tokens(ask(llm, single(new)[0]))
-            assert ingest(llm, PREFIX, random_ids(33, 7))["refused_reason"] is None  # kept here, sent when it is back
+            assert ingest(llm, PREFIX, random_ids(33, 7))["refused_reason"] == ""  # kept here, sent when it is back
             server.start()  # empty
             written = wait_for_keys(server)
             assert len(written) == 1

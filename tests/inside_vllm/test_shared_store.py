@@ -121,6 +121,7 @@ def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Pat
     with engine(checkpoint("llama"), tmp_path, {"prefix_ids": prefix}) as llm:
         ingest(llm, prefix, chunk)
         first, second = ask(llm, ids, params), ask(llm, ids, params)
-    assert report(first)["prefix_match"] == ["approximate"]  # behind the server's default prefix
+    (found,) = report(first)["chunks"]
+    assert found["prefix_match"] == "approximate"  # behind the server's default prefix
     assert tokens(first) == tokens(second)
     assert torch.is_tensor(open_store(tmp_path).get(next(iter(DiskStore(tmp_path).keys()))).layer(0).keys)

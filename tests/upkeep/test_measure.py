@@ -165,25 +165,25 @@ def test_the_page_cache_of_files_can_be_dropped(tmp_path: Path) -> None:
 def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--store", str(tmp_path / "kv"), "--json")
     sizes = ("--chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
-    assert run_command("plan", "--device", "ssd:2:0.1", *place) == 3
+    assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
     assert "ragblend profile --model demo" in capsys.readouterr().err
     assert run_command("profile", *sizes, "--repeats", "1", *place) == 0
     measured = json.loads(capsys.readouterr().out)
     assert measured["profile_version"] == 1
-    devices = ("--device", "disk::0.08", "--device", "ram:50:3", "--device", "tape:0.0000001:0.001")
-    assert run_command("plan", *devices, *sizes, "--usd-per-hour", "2", *place) == 0
+    storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
+    assert run_command("plan", *storages, *sizes, "--usd-per-hour", "2", *place) == 0
     plan = json.loads(capsys.readouterr().out)
-    by_name = {option["device"]: option for option in plan["options"]}
+    by_name = {option["storage"]: option for option in plan["options"]}
     assert plan["schema_version"] == 1
-    assert [option["device"] for option in plan["options"]] == ["tape", "disk", "ram"]
+    assert [option["storage"] for option in plan["options"]] == ["tape", "disk", "ram"]
     assert by_name["tape"]["adds_delay"]
     assert not by_name["ram"]["adds_delay"]
     assert plan["chosen"] in ("disk", "ram")
     nbytes = 6 * 256 * measured["bytes_per_token"]
     assert by_name["disk"]["load_s"] == pytest.approx(nbytes / measured["bytes_per_s"]["disk"])
-    assert run_command("plan", *devices, *sizes, *place[:2]) == 0
+    assert run_command("plan", *storages, *sizes, *place[:2]) == 0
     assert f"{plan['chosen']} is the cheapest that adds no delay" in capsys.readouterr().out
-    assert run_command("plan", "--device", "ssd", *place) == 2
+    assert run_command("plan", "--storage", "ssd", *place) == 2
 
 
 def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
 
 def test_a_server_is_measured_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--store", str(tmp_path / "kv"), "--backend", "http://localhost:9")
-    for command in (("profile",), ("plan", "--device", "ssd:2:0.1")):
+    for command in (("profile",), ("plan", "--storage", "ssd:2:0.1")):
         assert run_command(*command, *place) == 2
         assert "on the server's machine" in capsys.readouterr().err
     options = ("--vllm-options", '{"max_model_len": 512}')

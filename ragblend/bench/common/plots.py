@@ -205,8 +205,8 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_calibration(facts: Mapping[str, Any], path: Path) -> None:
-    """Write two panels of `calibrate` over the charged budget, a line per rule with 95 % intervals: agreement with full
-    prefill's first token, and KL. A ring marks the ratio that was fitted."""
+    """Write two panels of `calibrate` over the charged budget, a line per rule: agreement with full
+    prefill's first token, with 95 % intervals, and KL. A ring marks the ratio that was fitted."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -217,7 +217,7 @@ def plot_calibration(facts: Mapping[str, Any], path: Path) -> None:
     for colour, fit in zip(itertools.cycle(_RULE_COLOURS), facts["fits"], strict=False):
         label = f"{fit['rule']}, layer {fit['check_layer']}"
         _plot_points(agreement, fit, "agreement", ("low", "high"), 0.0, colour, label)
-        _plot_points(divergence, fit, "kl", ("kl_low", "kl_high"), _MIN_KL, colour, label)
+        _plot_points(divergence, fit, "kl", ("kl", "kl"), _MIN_KL, colour, label)
     agreement.set_ylabel("first token is full prefill's")
     divergence.set_ylabel("KL(full || blend) of the first token, nats")
     divergence.set_yscale("log")

@@ -5,21 +5,13 @@ Knows what the fusor returns, and logits. Knows nothing about text, requests or 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.plan import Fused, FusePlan
-
-
-class HasFidelity(Protocol):
-    """A report with these fields: BlendReport and VllmReport."""
-
-    attention_exact: float | None
-    attention_recomputed: float | None
-    attention_stale: float | None
-    mean_deviation: float | None
+from ragblend.engine.report import BlendReport
 
 
 class AttentionShares(NamedTuple):
@@ -30,7 +22,7 @@ class AttentionShares(NamedTuple):
     stale: float
 
 
-def note_fidelity(report: HasFidelity, plan: FusePlan, fused: Fused) -> None:
+def note_fidelity(report: BlendReport, plan: FusePlan, fused: Fused) -> None:
     """Put into `report` what the rule saw of the prompt's KV; None where it did not look.
 
     `attention_*` are `attention_shares`. `mean_deviation` is the mean of `relative_deviation` over the recomputed

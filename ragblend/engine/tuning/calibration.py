@@ -14,7 +14,6 @@ import json
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,21 +25,22 @@ from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.sealed import unseal
 from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
+from ragblend.engine.tuning.pipeline import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 
 log = logging.getLogger(__name__)
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 _SETTLED_S = 2.0  # a directory that changed this lately may change again within one tick of its clock
 _PREFIXES_KEPT = 64
 
 
 class CurvePoint(NamedTuple):
-    """One ratio, over the questions of a calibration. Intervals are 95 %.
+    """One ratio, as measured over the questions of a calibration.
 
-    `agreement`: share of answers whose first token is full prefill's, made monotone over the ratios; `low`, `high`:
-    Wilson's interval of it. `kl`: mean KL(full || this) of the first token, nats, as measured.
+    `agreement`: share of answers whose first token is full prefill's; `low`, `high`: its 95 % interval (Wilson). `kl`:
+    mean KL(full || this) of the first token, nats. At ratio 1 both tell what rounding alone does.
     """
 
     ratio: float
@@ -49,32 +49,17 @@ class CurvePoint(NamedTuple):
     low: float
     high: float
     kl: float
-    kl_low: float
-    kl_high: float
     charged_budget_32: float
-
-
-class NoiseFloor(NamedTuple):
-    """Full prefill against itself with everything recomputed, in the engine's dtype: what rounding alone does."""
-
-    agreement: float
-    kl: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One rule, read at one check layer: the ratio that meets the target, and what to expect of it.
-
-    `agreement` is predicted for questions that the fit has not seen (cross-validated), with its 95 % interval.
-    """
+    """One rule, read at one check layer: what was measured of it, and the ratio that meets the target."""
 
     rule: str
     check_layer: int
     ratio: float
-    meets_target: bool  # False: no measured ratio below 1 did
-    agreement: float
-    low: float
-    high: float
+    meets_target: bool  # False: not even ratio 1 did
     curve: tuple[CurvePoint, ...]  # ascending ratios, from 0 to 1
 
     def __post_init__(self) -> None:
@@ -85,37 +70,29 @@ class Fit:
             )
         if len(ratios) < 2 or ratios != sorted(set(ratios)) or ratios[0] != 0 or ratios[-1] != 1:
             raise UsageError(f"a calibration's curve has the ratios {ratios}; they must ascend from 0 to 1")
-        shares = (self.ratio, self.agreement, self.low, self.high)
-        points = [share for point in self.curve for share in (point.agreement, point.low, point.high)]
-        if not all(0 <= share <= 1 for share in (*shares, *points)):
+        shares = [share for point in self.curve for share in (point.agreement, point.low, point.high)]
+        if not all(0 <= share <= 1 for share in (self.ratio, *shares)):
             raise UsageError("a calibration has a share that is not between 0 and 1")
         if not all(point.kl >= 0 and point.charged_budget >= 0 for point in self.curve):
             raise UsageError("a calibration has a negative KL or budget")
 
     @property
     def reads(self) -> tuple[str, int]:
-        """Rule and check layer, as `selection.settle` takes them."""
+        """Rule and check layer, as `rules.settle` takes them."""
         return self.rule, self.check_layer
 
+    @property
+    def point(self) -> CurvePoint:
+        """What was measured at the fitted ratio."""
+        return next(point for point in self.curve if point.ratio >= self.ratio)
+
     def agreement_at(self, ratio: float) -> float:
-        """Agreement to expect at `ratio`, between the points of the curve on a straight line; never falls with it.
+        """Agreement to expect at `ratio`, between measured ratios on a straight line.
 
-        The fitted ratio was chosen on the same questions, so there the cross-validated figure counts, and no smaller
-        ratio is expected to do better.
+        It never falls with the ratio: of a ratio is expected what it and every larger one reached.
         """
-        if ratio == self.ratio:
-            return self.agreement
-        expected = self._on_curve(ratio)
-        return min(expected, self.agreement) if ratio < self.ratio else max(expected, self.agreement)
-
-    def _on_curve(self, ratio: float) -> float:
-        place = bisect_left(self.curve, ratio, key=lambda point: point.ratio)
-        after = self.curve[min(place, len(self.curve) - 1)]
-        if place == 0 or ratio >= after.ratio:
-            return after.agreement
-        before = self.curve[place - 1]
-        share = (ratio - before.ratio) / (after.ratio - before.ratio)
-        return before.agreement + share * (after.agreement - before.agreement)
+        shares = [point.agreement for point in self.curve]
+        return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +103,9 @@ class Calibration:
     prefix_ids: tuple[int, ...]
     chunker: str
     created_s: float  # since the epoch
-    target: str  # for people, such as "agreement 0.98"
+    target: float  # share of first tokens that are full prefill's, promised with 95 % confidence
     num_questions: int
     retrieval: str  # for people: how the questions got their chunks
-    noise_floor: NoiseFloor
     fits: tuple[Fit, ...]
 
     def __post_init__(self) -> None:
@@ -151,11 +127,6 @@ class Calibration:
         """The layer at which the best fit's rule is read."""
         return self.fits[0].check_layer
 
-    @property
-    def curve(self) -> tuple[CurvePoint, ...]:
-        """The best fit's curve."""
-        return self.fits[0].curve
-
     def fit_of(self, rule: str) -> Fit | None:
         """The fit of `rule`; of "auto" the best one."""
         return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
@@ -171,7 +142,6 @@ class Calibration:
         body = asdict(self)
         for fit in body["fits"]:
             fit["curve"] = [point._asdict() for point in fit["curve"]]
-        body["noise_floor"] = self.noise_floor._asdict()
         body = json.loads(json.dumps(body))
         return {"version": CALIBRATION_VERSION, "calibration": body}
 
@@ -198,9 +168,7 @@ def calibration_in(note: Mapping[str, Any]) -> Calibration:
             raise UsageError("it does not say what it was made for")
         float(body["created_s"])
         ids = tuple(int(token) for token in body["prefix_ids"])
-        return Calibration(
-            **{**body, "prefix_ids": ids, "noise_floor": NoiseFloor(**body["noise_floor"]), "fits": fits}
-        )
+        return Calibration(**{**body, "prefix_ids": ids, "fits": fits})
     except UsageError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -322,15 +290,13 @@ class Calibrations:
 class Chosen(NamedTuple):
     """How to answer one request. `fit` is what was measured of that rule at that layer; None: nothing was.
 
-    `is_default_rule`: the caller left the rule open, so one whose probe does not pay may give way. `is_auto_ratio`: the
-    caller left the ratio open, so it may be raised where recompute costs no time.
+    `is_auto_ratio`: the caller left the ratio open, so it may be raised where recompute costs no time.
     """
 
     rule: str
     ratio: float
     check_layer: int
     fit: Fit | None
-    is_default_rule: bool
     is_auto_ratio: bool
 
 
@@ -349,14 +315,12 @@ def choose(
     """
     name = find_rule(rule, num_layers).name
     fit = calibration.fit_of(rule) if calibration is not None else None
-    left_open = ratio is None or ratio == "auto"
     return Chosen(
         fit.rule if fit is not None else name,
         choose_ratio(fit, ratio, default),
         fit.check_layer if fit is not None else CHECK_LAYER,
         fit,
-        rule == "auto",
-        left_open,
+        ratio in (None, "auto"),
     )
 
 

@@ -1,8 +1,8 @@
-"""Which ratio hides behind loading, where reuse does not pay, and which device is the cheapest that adds no delay.
+"""Which ratio hides behind loading, where reuse does not pay, and which storage is the cheapest that adds no delay.
 
 The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
-and a tier's throughput. Read `decide` (one request) and `plan` (which device to buy). Pure arithmetic on seconds, bytes
-and tokens; knows no model, store or framework. `ragblend.upkeep.measure` measures a MachineProfile.
+and a tier's throughput. Read `decide` (one request) and `plan` (which storage to buy). Pure arithmetic on seconds,
+bytes and tokens; knows no model, store or framework. `ragblend.upkeep.measure` measures a MachineProfile.
 """
 
 from __future__ import annotations
@@ -229,11 +229,11 @@ def decide(
     return Decision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
 
 
-# -- which device
+# -- which storage
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Storage:
     """Where KV could be kept."""
 
     name: str
@@ -243,7 +243,7 @@ class Device:
     def __post_init__(self) -> None:
         check_speed(self.name, self.bytes_per_s)
         if not (math.isfinite(self.usd_per_gb_month) and self.usd_per_gb_month >= 0):
-            raise UsageError(f"device {self.name} costs {self.usd_per_gb_month} USD per GB and month; give 0 or more")
+            raise UsageError(f"storage {self.name} costs {self.usd_per_gb_month} USD per GB and month; give 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +279,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One device: what it costs and does to the time to first token. Times are estimates, in seconds."""
+    """One storage: what it costs and does to the time to first token. Times are estimates, in seconds."""
 
-    device: str
+    storage: str
     load_s: float  # T_load of one prompt's chunks
     recompute_s: float  # T_recompute at the ratio asked for
     ttft_s: float  # both, in the pipeline
@@ -297,7 +297,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every device, cheapest first, and the cheapest that adds no delay; None where each of them does."""
+    """Every storage, cheapest first, and the cheapest that adds no delay; None where each of them does."""
 
     need: Need
     full_s: float  # full prefill of one prompt
@@ -314,29 +314,29 @@ SLIGHT = 0.1
 long as recomputing costs as much (docs/loading.md)."""
 
 
-def plan(profile: MachineProfile, devices: Sequence[Device], need: Need) -> Plan:
-    """The paper's second question: the cheapest device from which blending `need` is as fast as from memory."""
-    names = [device.name for device in devices]
-    if not devices or len(set(names)) < len(names):
-        raise UsageError(f"devices are {', '.join(names) or 'none'}; name one or more, each once (--device)")
-    ordered = sorted(devices, key=lambda device: (device.usd_per_gb_month, -device.bytes_per_s, device.name))
-    options = tuple(weigh(profile, device, need) for device in ordered)
-    chosen = next((option.device for option in options if option.pays and not option.adds_delay), None)
+def plan(profile: MachineProfile, storages: Sequence[Storage], need: Need) -> Plan:
+    """The paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
+    names = [storage.name for storage in storages]
+    if not storages or len(set(names)) < len(names):
+        raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
+    ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
+    options = tuple(weigh(profile, storage, need) for storage in ordered)
+    chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
     return Plan(need, profile.full_s(need.num_tokens), options, chosen)
 
 
-def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
-    """What one device costs, and what it does to prompts of that kind."""
+def weigh(profile: MachineProfile, storage: Storage, need: Need) -> Option:
+    """What one storage costs, and what it does to prompts of that kind."""
     full_s = profile.full_s(need.num_tokens)
-    load_s = profile.load_s(device.bytes_per_s, need.num_stored)
+    load_s = profile.load_s(storage.bytes_per_s, need.num_stored)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
     saved_s = full_s - profile.blend_s(load_s, recompute_s, need.asks_first)
     chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / need.num_chunks
     pays = saved_s > 0
-    month_usd = chunk_gb * device.usd_per_gb_month
+    month_usd = chunk_gb * storage.usd_per_gb_month
     return Option(
-        device=device.name,
+        storage=storage.name,
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
@@ -353,30 +353,32 @@ def weigh(profile: MachineProfile, device: Device, need: Need) -> Option:
     )
 
 
-def parse_device(text: str, measured: Mapping[str, float]) -> Device:
-    """A device from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
+def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
+    """A storage from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
 
-    >>> parse_device("ssd:2.5:0.08", {}), parse_device("disk::0.1", {"disk": 5e8}).bytes_per_s
-    (Device(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)
+    >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
+    (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)
     """
     name, *numbers = text.split(":")
     try:
         speed_text, price_text = numbers
         if not speed_text and name not in measured:
             known = ", ".join(measured) or "none"
-            raise UsageError(f"device {name!r} has no speed, and no tier of that name was measured (measured: {known})")
+            raise UsageError(
+                f"storage {name!r} has no speed, and no tier of that name was measured (measured: {known})"
+            )
         speed = float(speed_text) * GB if speed_text else measured[name]
-        return Device(name, speed, float(price_text))
+        return Storage(name, speed, float(price_text))
     except ValueError as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{text!r} is not a device; write NAME:GB_PER_S:USD_PER_GB_MONTH, such as ssd:2.5:0.08, or disk::0.08 for "
+            f"{text!r} is not a storage; write NAME:GB_PER_S:USD_PER_GB_MONTH, such as ssd:2.5:0.08, or disk::0.08 for "
             "the speed that was measured"
         ) from error
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:
-    """Raise UsageError unless a device or tier reads something."""
+    """Raise UsageError unless a storage or tier reads something."""
     if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise UsageError(f"{name} reads {bytes_per_s} bytes per second; give more than 0")

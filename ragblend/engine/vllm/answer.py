@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, Unpack
 
@@ -22,18 +22,16 @@ from ragblend.engine.base import EngineBase
 from ragblend.engine.decoding import StopScanner
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
-    MODES,
     BlendReport,
     ChunkReport,
     FinishReason,
     Generation,
     Mode,
-    PrefixMatch,
     RatioChoice,
 )
 from ragblend.engine.shadow import runs_alike
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmReport
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Part, Segment, SegmentedPrompt, TokenizedPrompt
@@ -41,6 +39,8 @@ from ragblend.prompt.segmenter import Segmenter, TextStream
 
 log = logging.getLogger(__name__)
 
+# What of a report is known on this side of vLLM only.
+_OWN = {"ttft_s", "decode_s", "prompt_tokens", "completion_tokens", "num_chunks", "shadow", "chunks"}
 INGEST_AT_ONCE = 8  # chunks on their way to vLLM together; it batches what fits
 
 
@@ -64,7 +64,7 @@ class Delta:
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
-    report: VllmReport | None = None
+    report: BlendReport | None = None
     num_cached_tokens: int = 0  # prompt tokens that vLLM did not have to compute, where it tells
 
 
@@ -91,7 +91,7 @@ class VllmStream:
         self._start_s = perf_counter()
         self._pieces = self._run()
         params = request.params
-        report = BlendReport(_mode(params.mode), params.rule, _number(params.ratio))
+        report = BlendReport(params.told_as, params.rule, _number(params.ratio))
         report.prompt_tokens = request.prompt.num_tokens
         report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
         report.num_chunks = len(report.chunks)
@@ -121,7 +121,7 @@ class VllmStream:
                         report.ttft_s = perf_counter() - self._start_s
                         start_s = perf_counter()
                     if delta.report is not None:
-                        _fill(report, delta.report)
+                        _take_over(report, delta.report)
                         _fill_cached(report, request, delta.num_cached_tokens)
                         reported = True
                     shown = ""
@@ -321,10 +321,6 @@ def _number(ratio: RatioChoice) -> float:
     return 0.0 if ratio is None or isinstance(ratio, str) else ratio
 
 
-def _mode(mode: str) -> Mode:
-    return next((known for known in MODES if known == mode), "blend")
-
-
 def _finish_reason(reason: str | None) -> FinishReason:
     return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
 
@@ -340,36 +336,12 @@ def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: i
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
 
 
-def _fill(report: BlendReport, facts: VllmReport) -> None:
-    """Take over what the connector tells; what it cannot know (sources, times seen from here) stays."""
-    report.mode, report.rule, report.recompute_ratio = _mode(facts.mode), facts.rule, facts.ratio
-    for name in (
-        "num_chunk_hits",
-        "num_reused_tokens",
-        "num_recomputed_tokens",
-        "num_prefix_tokens",
-        "num_damaged_entries",
-        "charged_budget",
-        "charged_budget_32",
-        "attention_exact",
-        "attention_recomputed",
-        "attention_stale",
-        "mean_deviation",
-        "predicted_agreement",
-        "load_s",
-        "stall_s",
-        "fuse_s",
-        "probe_s",
-        "select_s",
-    ):
-        setattr(report, name, getattr(facts, name))
-    if len(facts.prefix_match) == len(report.chunks):
-        for chunk, match in zip(report.chunks, facts.prefix_match, strict=True):
-            known: PrefixMatch | None = "exact" if match == "exact" else "approximate" if match else None
-            chunk.hit, chunk.prefix_match = known is not None, known
-    if len(facts.kv_dtype) == len(report.chunks):
-        for chunk, kv_dtype in zip(report.chunks, facts.kv_dtype, strict=True):
-            chunk.kv_dtype = kv_dtype
-    report.refused_reason = facts.refused_reason or ""
-    if facts.refused_reason and not facts.refused_by_choice:
-        log.warning("the prompt was prefilled in full: %s", facts.refused_reason)
+def _take_over(report: BlendReport, told: BlendReport) -> None:
+    """What the connector tells; what only this side knows (sources, times seen from here) stays."""
+    for name in {each.name for each in fields(BlendReport)} - _OWN:
+        setattr(report, name, getattr(told, name))
+    if len(told.chunks) == len(report.chunks):
+        pairs = zip(report.chunks, told.chunks, strict=True)
+        report.chunks = [replace(theirs, source=mine.source, num_tokens=mine.num_tokens) for mine, theirs in pairs]
+    if told.failed:
+        log.warning("the prompt was prefilled in full: %s", told.refused_reason)

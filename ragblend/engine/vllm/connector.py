@@ -22,6 +22,7 @@ import torch
 
 from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -34,7 +35,7 @@ from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
 from ragblend.engine.vllm.loading import Loading, MemoryChange, MemoryWatch, ReadAhead, machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmReport, parse_params, spans_between
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, spans_between, told
 from ragblend.engine.vllm.plugin import loaded_model, register
 from ragblend.engine.vllm.support import check_version, refuse_unsupported
 from ragblend.engine.vllm.worker import BlendWorker, Finished, Job, StoredSpan
@@ -89,7 +90,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
 class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler: what was done, by request, and what the first rank's memory tier holds since then."""
 
-    reports: dict[str, VllmReport] = field(default_factory=dict)
+    reports: dict[str, BlendReport] = field(default_factory=dict)
     memory: MemoryChange | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -146,7 +147,7 @@ class _Asked:
     """One request as the scheduler's half sees it."""
 
     params: BlendParams
-    report: VllmReport
+    report: BlendReport
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
     coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
@@ -184,8 +185,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asked_to_tell = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._reports: dict[str, VllmReport] = {}
-        self._told: OrderedDict[str, VllmReport] = OrderedDict()
+        self._reports: dict[str, BlendReport] = {}
+        self._told: OrderedDict[str, BlendReport] = OrderedDict()
         if self._is_scheduler:
             # What the remote tier has sent is there a second time, so nothing here waits for the disk.
             local = self.config.open_local(fsync=False)
@@ -221,12 +222,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except RagblendError as error:
             # Whatever a client sends, it gets an answer: by ordinary prefill.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
-            asked = _Asked(BlendParams("prefix"), VllmReport("prefix", refused_reason=str(error)))
+            asked = _Asked(BlendParams("prefix"), BlendReport("prefix", refused_reason=str(error), failed=True))
         self._asked[request.request_id] = asked
-        self._stats.add(requests=1, refused_requests=asked.report.refused_reason is not None)
+        self._stats.add(requests=1, refused_requests=bool(asked.report.refused_reason))
         if asked.params.mode == "full":
             _hide_from_prefix_cache(request, asked)
-        elif asked.report.refused_reason is None:
+        elif not asked.report.refused_reason:
             self._start(request, asked)
 
     def _params(self, request: Any) -> BlendParams | None:
@@ -253,11 +254,11 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         params = replace(params, rule=rule, ratio=choice.ratio)
         blends = params.mode == "blend"
         used = choice.ratio if blends else float(params.mode == "full")
-        report = VllmReport(params.mode, choice.rule if blends else "none", used)
+        report = BlendReport(params.told_as, choice.rule if blends else "none", used)
         if choice.fit is not None and params.mode in ("blend", "reuse"):
             report.predicted_agreement = choice.fit.agreement_at(used)
         report.num_chunks = len(params.spans)
-        report.prefix_match = [None] * len(params.spans)
+        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in params.spans]
         if params.spans:
             report.charged_budget = report.charged_budget_32 = 1.0
         asked = _Asked(params, report)
@@ -304,13 +305,15 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         decision = self._loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored, asks_first)
         asked.adapts = False
         if decision.refused:
-            asked.report = replace(asked.report, mode="prefix", rule="none", ratio=0.0, predicted_agreement=None)
-            asked.report.refused_reason, asked.report.refused_by_choice = decision.refused, True
+            asked.report = replace(
+                asked.report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None
+            )
+            asked.report.refused_reason = decision.refused
             asked.stored, asked.end = (), 0
             self._read_ahead.ends(request.request_id)
             self._stats.add(refused_requests=1)
             return
-        asked.report.ratio = decision.ratio
+        asked.report.recompute_ratio = decision.ratio
         if asked.choice.fit is not None:
             asked.report.predicted_agreement = asked.choice.fit.agreement_at(decision.ratio)
         _hide_from_prefix_cache(request, asked)
@@ -322,7 +325,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for key, context in self._candidates(ids, start, end, params):
                 header = self._disk.header(key)
                 if header is not None and header.token_ids == tuple(ids[start:end]):
-                    found.append(StoredSpan(start, end, key, context.match, context.exact))
+                    span = StoredSpan(start, end, key, context.match, context.exact, context.has_neighbour)
+                    found.append(span)
                     break
         return tuple(found)
 
@@ -380,7 +384,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Job(
                 request.request_id,
                 asked.params,
-                asked.report.ratio,
+                asked.report.recompute_ratio,
                 tuple(request.prompt_token_ids),
                 asked.end,
                 asked.stored,
@@ -428,12 +432,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if asked is None:
             return False, None
         report = asked.report
-        if asked.params.mode == "ingest" and not report.num_chunk_hits and report.refused_reason is None:
+        if asked.params.mode == "ingest" and not report.num_chunk_hits and not report.refused_reason:
             self._stats.add(ingested_chunks=1)
-        elif report.refused_reason is None:
+        elif not report.refused_reason:
             misses = report.num_chunks - report.num_chunk_hits
             self._stats.add(chunk_hits=report.num_chunk_hits, chunk_misses=misses)
-        return False, {PARAMS_KEY: report.as_dict()}
+        return False, {PARAMS_KEY: told(report)}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for engines without the hybrid cache manager."""
@@ -525,11 +529,11 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._through is not None
         self._through.prefetch(keys)
 
-    def report_of(self, request_id: str) -> VllmReport | None:
+    def told(self, request_id: str) -> dict[str, Any] | None:
         """The report on one of the latest jobs. Front ends know a request's id without the part vLLM adds to it."""
         for known, report in reversed(self._told.items()):
             if known == request_id or known.rpartition("-")[0] == request_id:
-                return report
+                return told(report)
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

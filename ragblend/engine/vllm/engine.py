@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.tiered import WorksInBackground, kv_dtype_of
 from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, VllmReport, report_from
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.segmenter import Segmenter
 from ragblend.redaction import has_secret
@@ -332,7 +333,7 @@ class _Loop:
         if output.finished:
             del self._answers[output.request_id]
 
-    def _early_report(self, request_id: str) -> VllmReport | None:
+    def _early_report(self, request_id: str) -> BlendReport | None:
         """The report as the workers have it; None when they had nothing to do, or know no such question."""
         try:
             return report_from({PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]})

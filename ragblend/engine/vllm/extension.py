@@ -16,8 +16,8 @@ class BlendWorkerExtension:
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """The report on a request whose context was filled here, as plain JSON values; None for any other."""
         connector = _connector()
-        report = connector.report_of(request_id) if hasattr(connector, "report_of") else None
-        return report.as_dict() if report is not None else None
+        found: dict[str, Any] | None = connector.told(request_id) if hasattr(connector, "told") else None
+        return found
 
     def ragblend_prefetch(self, keys: list[str]) -> None:
         """Bring stored chunks into this worker's memory, in the background."""

@@ -4,7 +4,7 @@ Shared by the connector and by every client of a vLLM server, so it imports neit
 
     request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [516, 990]],
                "template": [[1, 0], [1, 0]], "namespace": "", "seed": 0}
-    response  {"version": 1, "mode": "blend", "rule": "repair", "ratio": 0.15, "num_chunks": 2, ...}: VllmReport
+    response  {"version": 1, "mode": "blend", "rule": "repair", "recompute_ratio": 0.15, ...}: BlendReport's fields
 
 `spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix, those
 behind the last the question. Keys are never sent: the connector computes them from the ids. `template` says how many
@@ -21,12 +21,13 @@ recompute those last. All fields but `mode` and `spans` have defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.options import GenerationOptions, RatioChoice, check_options, same_as
+from ragblend.options import MODES, GenerationOptions, Mode, RatioChoice, check_options, same_as
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -86,6 +87,11 @@ class BlendParams:
         return {**asdict(self), **lists}
 
     @property
+    def told_as(self) -> Mode:
+        """The mode that reports name: what is ingested is prefilled in full."""
+        return "full" if self.mode == "ingest" else self.mode
+
+    @property
     def separators(self) -> tuple[int, ...]:
         """Positions of template tokens."""
         found: list[int] = []
@@ -114,49 +120,20 @@ def parse_params(raw: object) -> BlendParams:
     return BlendParams(**values)
 
 
-@dataclass(slots=True)
-class VllmReport:
-    """What the connector did for one request; names and meanings as in `report.BlendReport`. Durations in seconds."""
-
-    mode: str
-    rule: str = "none"
-    ratio: float = 0.0
-    num_chunks: int = 0
-    num_chunk_hits: int = 0
-    num_reused_tokens: int = 0  # prompt tokens whose stored KV was used as it is, a stored prefix included
-    num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
-    num_prefix_tokens: int = 0  # prefix tokens whose KV came from the store, exactly
-    num_damaged_entries: int = 0
-    charged_budget: float = 0.0
-    charged_budget_32: float = 0.0
-    attention_exact: float | None = None
-    attention_recomputed: float | None = None
-    attention_stale: float | None = None
-    mean_deviation: float | None = None
-    predicted_agreement: float | None = None
-    load_s: float = 0.0  # reading and placing stored KV
-    stall_s: float = 0.0  # the part of load_s that fusing had to wait for
-    fuse_s: float = 0.0  # computing, waiting for turns between slices left out
-    probe_s: float = 0.0  # the part of it, and of stall_s, that went into what the question attends to
-    select_s: float = 0.0  # measuring candidates at the check, scoring and choosing them: part of fuse_s
-    prefix_match: list[str | None] = field(default_factory=list)  # per chunk: "exact", "approximate", None for a miss
-    kv_dtype: list[str | None] = field(default_factory=list)  # per chunk, as in `report.ChunkReport`
-    refused_reason: str | None = None  # why the request was served by ordinary prefill
-    refused_by_choice: bool = False  # because that is faster than loading, and nothing is wrong
-    version: int = PARAMS_VERSION
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+def told(report: BlendReport) -> dict[str, Any]:
+    """The value of `kv_transfer_params["ragblend"]` in a response, plain JSON values."""
+    return {"version": PARAMS_VERSION, **report.as_dict()}
 
 
-def report_from(kv_transfer_params: Mapping[str, Any] | None) -> VllmReport | None:
+def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
     """The connector's report in a response's `kv_transfer_params`; None where there is none this version reads."""
     raw = (kv_transfer_params or {}).get(PARAMS_KEY)
-    if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or "mode" not in raw:
+    if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or raw.get("mode") not in MODES:
         return None
-    known = {field.name for field in fields(VllmReport)}
-    return VllmReport(**{name: value for name, value in raw.items() if name in known})
+    try:
+        return BlendReport.read(raw)
+    except (TypeError, AttributeError):
+        return None
 
 
 def spans_between(

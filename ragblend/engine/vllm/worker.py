@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,11 +28,11 @@ from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
 from ragblend.engine.fusion.rules import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
-from ragblend.engine.report import PrefixMatch
+from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
-from ragblend.engine.vllm.params import BlendParams, VllmReport
+from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class StoredSpan(NamedTuple):
     key: str
     match: PrefixMatch
     exact: bool
+    behind_neighbour: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,12 @@ class Finished(NamedTuple):
     """A job that is over. `failed`: its blocks hold nothing of use."""
 
     job: Job
-    report: VllmReport
+    report: BlendReport
     failed: bool
 
 
 class _Outcome(NamedTuple):
-    report: VllmReport
+    report: BlendReport
     storing: Future[None] | None = None
 
 
@@ -123,7 +124,7 @@ class BlendWorker:
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
         self._jobs: list[_Running] = []  # in the order they came
         self._pass: list[_Running] = []  # those of them that are under way together
-        self._storing: list[tuple[Job, VllmReport, Future[None]]] = []
+        self._storing: list[tuple[Job, BlendReport, Future[None]]] = []
         self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
@@ -142,7 +143,7 @@ class BlendWorker:
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)
-                return [Finished(running.job, VllmReport(running.job.params.mode), failed=False)]
+                return [Finished(running.job, BlendReport(running.job.params.told_as), failed=False)]
         return []
 
     @torch.inference_mode()
@@ -203,7 +204,9 @@ class BlendWorker:
         log.error("blending request %s failed", running.job.request_id, exc_info=error)
         self._drop(running)
         reason = f"blending failed ({type(error).__name__}: {error})"
-        return Finished(running.job, VllmReport(running.job.params.mode, refused_reason=reason), failed=True)
+        return Finished(
+            running.job, BlendReport(running.job.params.told_as, refused_reason=reason, failed=True), failed=True
+        )
 
     def _drop(self, running: _Running) -> None:
         running.steps.close()
@@ -225,7 +228,7 @@ class BlendWorker:
         prefix = yield from self._prefix(job)
         damaged: set[str] = set()
         while True:
-            plan = self._plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
+            plan = self._fuse_plan(job, self._lookup(job, damaged), sum(placement.end for placement in prefix))
             paged = self._paged(job, plan)
             try:
                 ends_s: list[float] = []
@@ -242,7 +245,7 @@ class BlendWorker:
         result.charge_once(num_charged, plan)
         if self.timelines is not None:
             self.timelines.append(source.timeline(ends_s))
-        report = VllmReport(job.params.mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
+        report = BlendReport(job.params.told_as, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
         report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
         report.select_s = result.select_s
         report.num_damaged_entries = len(damaged)
@@ -259,7 +262,7 @@ class BlendWorker:
         header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
-        report = VllmReport("ingest", num_chunks=1, prefix_match=[None], charged_budget=1.0, charged_budget_32=1.0)
+        report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
         return _Outcome(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
 
     def _stored(self) -> list[Finished]:
@@ -272,14 +275,14 @@ class BlendWorker:
             error = future.exception()
             if error is not None:
                 log.warning("request %s was not stored: %s", job.request_id, error)
-                report.refused_reason = f"not stored: {error}"
+                report.refused_reason, report.failed = f"not stored: {error}", True
             finished.append(Finished(job, report, failed=False))
         self._storing = waiting
         return finished
 
     # -- their parts
 
-    def _plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
+    def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """What to fuse by which rule, as transformers_engine does."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
         choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
@@ -380,24 +383,32 @@ class BlendWorker:
         )
 
 
-def _count(report: VllmReport, job: Job, plan: FusePlan, result: Fused) -> None:
+def _count(report: BlendReport, job: Job, plan: FusePlan, result: Fused) -> None:
     """What was reused and recomputed, counted as transformers_engine does."""
-    hits = {placement.start for placement in plan.placements}
-    matches: dict[int, str] = {span.start: span.match for span in job.stored if span.start in hits}
-    spans = job.params.spans
-    report.num_chunks, report.num_chunk_hits = len(spans), len(hits)
-    report.prefix_match = [matches.get(start) for start, _ in spans]
-    kv_dtypes = {placement.start: placement.kv.header.stored_dtype for placement in plan.placements}
-    report.kv_dtype = [kv_dtypes.get(start) for start, _ in spans]
-    num_computed = sum(end - start for start, end in spans if start not in hits)
+    hits = {placement.start: placement for placement in plan.placements}
+    stored = {span.start: span for span in job.stored}
+    recomputed = sorted(result.recomputed.tolist())
+    report.num_chunks, report.num_chunk_hits = len(job.params.spans), len(hits)
+    num_computed = 0
+    for start, end in job.params.spans:
+        chunk = ChunkReport("", end - start, start in hits)
+        report.chunks.append(chunk)
+        if not chunk.hit:
+            num_computed += chunk.num_tokens
+            continue
+        header = hits[start].kv.header
+        chunk.prefix_match, chunk.behind_neighbour = stored[start].match, stored[start].behind_neighbour
+        chunk.kv_dtype = header.stored_dtype
+        chunk.exact = hits[start].exact and header.is_lossless
+        chunk.num_recomputed_tokens = bisect_left(recomputed, end) - bisect_left(recomputed, start)
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in result.rows_per_layer]
     report.charged_budget = charged_budget(rows, total)
     report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
     report.num_prefix_tokens = plan.num_resident
-    report.num_recomputed_tokens = len(result.recomputed)
+    report.num_recomputed_tokens = len(recomputed)
     note_fidelity(report, plan, result)
-    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(result.recomputed)
+    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed)
 
 
 def worker_of_this_process() -> BlendWorker:

@@ -23,9 +23,10 @@ from ragblend.cli import app as cli
 from ragblend.config import Settings
 from ragblend.engine.api import Engine
 from ragblend.engine.hf.model import load_tokenizer
+from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.client import Connection, VllmClient, events
-from ragblend.engine.vllm.params import PARAMS_KEY, VllmReport, parse_params
+from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, told
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -45,6 +46,7 @@ from ragblend.upkeep.maintenance import examine_vllm
 A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
 PROMPT = SegmentedPrompt([A, B], "Where does George Keller live?")
 FINGERPRINT = "0123456789abcdef"
+HIT, MISS = ChunkReport("", 0, True, "exact"), ChunkReport("", 0, False)
 END = 2  # the demo model's end token
 
 
@@ -62,7 +64,7 @@ class Script:
         self.answer: list[int] = []
         self.full_answer: list[int] | None = None  # to requests of mode "full", where that is another one
         self.finish = "stop"
-        self.report: VllmReport | None = None
+        self.report: BlendReport | None = None
         self.statuses: list[tuple[int, str]] = []  # given to completions, one each, before the first answer
         self.hang_up_after: int | None = None  # events of a stream
         self.extra_events: list[str] = []
@@ -148,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         pieces = [event([token]) for token in answer[:-1]] + [event(answer[-1:], script.finish)]
         if script.report is not None and not ingest:
             pieces.append(
-                "data: " + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: script.report.as_dict()}})
+                "data: " + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: told(script.report)}})
             )
             pieces.append("\n\n")
         pieces += [*script.extra_events, "data: [DONE]\n\n"]
@@ -219,7 +221,7 @@ def ids(segmenter: Segmenter, text: str) -> list[int]:
 
 @pytest.mark.parametrize("ratio", [None, "auto", 0, 1])
 def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient, script: Script, ratio: Any) -> None:
-    script.report = VllmReport("blend", "cacheblend_k", 0.05, predicted_agreement=0.97)
+    script.report = BlendReport("blend", "cacheblend_k", 0.05, predicted_agreement=0.97)
     report = client.generate(PROMPT, recompute_ratio=ratio, max_tokens=3).report
     assert script.bodies[0]["kv_transfer_params"][PARAMS_KEY]["ratio"] == ratio
     assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.05, 0.97)
@@ -286,8 +288,17 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     client: VllmClient, script: Script, segmenter: Segmenter
 ) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
-    script.report = VllmReport(
-        "blend", "cacheblend_k", 0.15, 2, 1, 20, 3, charged_budget=0.25, load_s=0.5, prefix_match=["exact", None]
+    script.report = BlendReport(
+        "blend",
+        "cacheblend_k",
+        0.15,
+        num_chunks=2,
+        num_chunk_hits=1,
+        num_reused_tokens=20,
+        num_recomputed_tokens=3,
+        charged_budget=0.25,
+        load_s=0.5,
+        chunks=[ChunkReport("", 3, True, "exact", True, 2, True), MISS],
     )
     report = client.generate(PROMPT).report
     assert (report.rule, report.num_chunks, report.num_chunk_hits, report.num_reused_tokens) == (
@@ -295,6 +306,11 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     )  # fmt: skip
     assert (report.num_recomputed_tokens, report.charged_budget, report.load_s) == (3, 0.25, 0.5)
     assert [(chunk.hit, chunk.prefix_match) for chunk in report.chunks] == [(True, "exact"), (False, None)]
+    hit = report.chunks[0]
+    assert (hit.exact, hit.num_recomputed_tokens, hit.behind_neighbour) == (True, 2, True)
+    assert [chunk.num_tokens for chunk in report.chunks] == [
+        segment.num_tokens for segment in segmenter.tokenize(PROMPT).chunk_segments
+    ]
     assert report.prompt_tokens == segmenter.tokenize(PROMPT).num_tokens
     assert report.ttft_s > 0
     assert report.completion_tokens == len(script.answer) - 1
@@ -308,7 +324,7 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
 ) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     script.full_answer = [*ids(segmenter, said), END]
-    script.report = VllmReport("blend", "first_k", 0.3, num_chunks=2, prefix_match=["exact", "exact"])
+    script.report = BlendReport("blend", "first_k", 0.3, num_chunks=2, chunks=[HIT, HIT])
     with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
         report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
         engine.generate(PROMPT, temperature=0.7, max_tokens=9)  # what a sampled answer would have been is not known
@@ -525,7 +541,7 @@ def test_a_chunk_that_does_not_appear_in_the_store_is_an_error(client: VllmClien
 
 def test_missed_chunks_are_ingested_in_the_background(url: str, script: Script) -> None:
     script.answer = [5, END]
-    script.report = VllmReport("blend", "cacheblend_k", 0.15, 2, 1, prefix_match=["exact", None])
+    script.report = BlendReport("blend", "cacheblend_k", 0.15, chunks=[HIT, MISS])
     engine: Any = load_engine("demo", backend=url)
     engine.generate(PROMPT)
     engine.flush()
@@ -559,7 +575,7 @@ def test_texts_are_remembered_in_a_directory_of_the_client(url: str, script: Scr
 def test_kv_that_the_server_has_behind_no_system_text_is_said_once(
     url: str, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    script.answer, script.report = [5, END], BlendReport("blend", chunks=[MISS, MISS])
     with load_engine("demo", backend=url) as plain:
         precompute_documents([A, B], plain)
     with load_engine("demo", backend=url, system="Be brief.", on_miss="inline") as engine:
@@ -573,7 +589,7 @@ def test_kv_that_the_server_has_behind_no_system_text_is_said_once(
 def test_a_server_that_has_none_of_the_chunks_is_said_after_a_few_requests_or_at_the_end(
     url: str, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script.answer, script.report = [5, END], VllmReport("blend", "none", 0.0, 2, 0, prefix_match=[None, None])
+    script.answer, script.report = [5, END], BlendReport("blend", chunks=[MISS, MISS])
     for num_requests, text in ((5, "none of the 6 chunks in the first 3 prompts"), (1, "none of the 2 chunks in a pr")):
         caplog.clear()
         with load_engine("demo", backend=url, on_miss="inline") as engine:

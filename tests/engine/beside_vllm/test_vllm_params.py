@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, VllmReport, parse_params, report_from, spans_between
+from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, report_from, spans_between, told
 from ragblend.errors import UsageError
 
 ids = st.lists(st.integers(3, 9), min_size=1, max_size=6)
@@ -28,10 +30,18 @@ def test_parameters_survive_json():
 
 
 def test_a_report_survives_json_and_newer_fields():
-    report = VllmReport("blend", "cacheblend", 0.15, prefix_match=["exact", None], num_reused_tokens=7)
-    sent = json.loads(json.dumps({PARAMS_KEY: {**report.as_dict(), "from_the_future": 1}}))
+    chunks = [ChunkReport("", 5, True, "exact", kv_dtype="int8"), ChunkReport("", 4, False)]
+    report = BlendReport("blend", "cacheblend", 0.15, chunks=chunks, num_reused_tokens=7)
+    sent = json.loads(json.dumps({PARAMS_KEY: {**told(report), "from_the_future": 1}}))
+    for chunk in sent[PARAMS_KEY]["chunks"]:
+        chunk["from_the_future"] = [2]
     assert report_from(sent) == report
-    for other in (None, {}, {PARAMS_KEY: 3}, {PARAMS_KEY: {**report.as_dict(), "version": 2}}):
+    older = {name: value for name, value in told(report).items() if name not in ("failed", "chunks", "recompute_ratio")}
+    assert report_from({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
+    odd = [
+        {**told(report), **change} for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]})
+    ]
+    for other in (None, {}, {PARAMS_KEY: 3}, *({PARAMS_KEY: one} for one in odd)):
         assert report_from(other) is None
 
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from ragblend.engine.tuning.pipeline import (
     GB,
     LINEAR,
-    Device,
     MachineProfile,
     Need,
+    Storage,
     ascending,
     choose_ratio,
     decide,
     interpolate,
     last_within,
     machine_profile_from,
-    parse_device,
+    parse_storage,
     pipelined_s,
     plan,
 )
@@ -75,10 +75,10 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(
     profile = machine(
         num_layers=num_layers, bytes_per_token=nbytes, prefill_s=((tokens, recompute_s / R_STAR * num_layers),)
     )
-    devices = [Device("slow", own_speed, 0.05), Device("fast", 8 * own_speed, 0.4)]
+    devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
     made = plan(profile, devices, Need(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
     assert made.chosen == chosen
-    slow = next(option for option in made.options if option.device == "slow")
+    slow = next(option for option in made.options if option.storage == "slow")
     assert slow.load_s == pytest.approx(load_s * num_layers)
     assert slow.recompute_s == pytest.approx(recompute_s * num_layers)
     assert slow.gb_per_1000_chunks == pytest.approx(1000 * tokens * nbytes / GB)
@@ -107,9 +107,9 @@ def machines(draw: st.DrawFn) -> MachineProfile:
 
 
 @st.composite
-def devices(draw: st.DrawFn) -> list[Device]:
+def devices(draw: st.DrawFn) -> list[Storage]:
     count = draw(st.integers(1, 6))
-    return [Device(f"d{index}", draw(speeds), draw(st.floats(0, 10))) for index in range(count)]
+    return [Storage(f"d{index}", draw(speeds), draw(st.floats(0, 10))) for index in range(count)]
 
 
 @st.composite
@@ -159,26 +159,26 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
 
 @given(machines(), devices(), needs())
 def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
-    profile: MachineProfile, offered: list[Device], need: Need
+    profile: MachineProfile, offered: list[Storage], need: Need
 ) -> None:
     made = plan(profile, offered, need)
     by_name = {device.name: device for device in offered}
     good = [option for option in made.options if option.pays and not option.adds_delay]
-    prices = [by_name[option.device].usd_per_gb_month for option in made.options]
+    prices = [by_name[option.storage].usd_per_gb_month for option in made.options]
     assert (prices, len(prices)) == (sorted(prices), len(offered))
     assert (made.chosen is None) == (not good)
     if made.chosen is not None:
-        chosen = next(option for option in made.options if option.device == made.chosen)
+        chosen = next(option for option in made.options if option.storage == made.chosen)
         assert chosen in good
-        assert by_name[made.chosen].usd_per_gb_month == min(by_name[option.device].usd_per_gb_month for option in good)
+        assert by_name[made.chosen].usd_per_gb_month == min(by_name[option.storage].usd_per_gb_month for option in good)
         assert chosen.load_s <= chosen.recompute_s
 
 
 @given(machines(), needs(), st.tuples(speeds, speeds))
 def test_a_faster_device_is_never_worse(profile: MachineProfile, need: Need, pair: tuple[float, float]) -> None:
     low, high = sorted(pair)
-    made = plan(profile, [Device("low", low, 1), Device("high", high, 1)], need)
-    found = {option.device: option for option in made.options}
+    made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
+    found = {option.storage: option for option in made.options}
     assert found["high"].ttft_s <= found["low"].ttft_s * SLACK
     assert found["high"].adds_delay <= found["low"].adds_delay
     assert found["high"].hidden_ratio <= found["low"].hidden_ratio
@@ -207,10 +207,10 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(
     assert bool(found.refused) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
     assert found.refused or found.ratio == max(r_star, choose_ratio(r_star, 0.0, 1.0, several.shares))
     need = Need(1, num_tokens, 0, r_star)
-    (option,) = plan(several, [Device("any", 1e9, 0.1)], need).options
+    (option,) = plan(several, [Storage("any", 1e9, 0.1)], need).options
     assert option.adds_delay
     assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
-    (alone,) = plan(profile, [Device("any", 1e9, 0.1)], need).options
+    (alone,) = plan(profile, [Storage("any", 1e9, 0.1)], need).options
     assert alone.ttft_s <= option.ttft_s * SLACK
 
 
@@ -249,12 +249,12 @@ def test_the_break_even_points() -> None:
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
     need = Need(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
-    (option,) = plan(profile, [Device("ssd", 10e6, 0.1)], need).options
+    (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need).options
     assert option.ttft_s == pytest.approx(0.15 + 0.01)
     assert option.saved_s == pytest.approx(0.84)
     assert option.reuses_to_repay == 2  # 0.5 s / 0.42 s, rounded up
     assert option.reuses_per_month == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
-    (slow,) = plan(profile, [Device("tape", 0.5e6, 0.001)], need).options
+    (slow,) = plan(profile, [Storage("tape", 0.5e6, 0.001)], need).options
     assert (slow.pays, slow.reuses_to_repay, slow.reuses_per_month) == (False, None, None)
 
 
@@ -279,12 +279,12 @@ def test_a_profile_comes_back_from_json_as_it_was() -> None:
             machine_profile_from({**profile.as_dict(), **change})
 
 
-def test_devices_as_they_are_typed() -> None:
-    assert parse_device("nvme:3.5:0.08", {}) == Device("nvme", 3.5e9, 0.08)
-    assert parse_device("disk::0.05", {"disk": 7e8}) == Device("disk", 7e8, 0.05)
+def test_storages_as_they_are_typed() -> None:
+    assert parse_storage("nvme:3.5:0.08", {}) == Storage("nvme", 3.5e9, 0.08)
+    assert parse_storage("disk::0.05", {"disk": 7e8}) == Storage("disk", 7e8, 0.05)
     for text in ("nvme", "nvme:1", "nvme:x:1", "nvme:0:1", "nvme:1:-1", "nvme:nan:1", "a:1:1:1", "tape::1"):
         with pytest.raises(UsageError):
-            parse_device(text, {"disk": 7e8})
+            parse_storage(text, {"disk": 7e8})
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_devices_as_they_are_typed() -> None:
         lambda: machine(num_layers=0),
         lambda: machine(bytes_per_s={"disk": 0.0}),
         lambda: plan(machine(), [], Need()),
-        lambda: plan(machine(), [Device("a", 1, 1), Device("a", 2, 2)], Need()),
+        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], Need()),
         lambda: Need(num_chunks=0),
         lambda: Need(ratio=2),
         lambda: Need(usd_per_hour=0),
@@ -324,7 +324,7 @@ def test_a_rule_that_asks_first_waits_for_all_kv_and_a_fast_device_is_still_foun
     asking = replace(need, asks_first=True)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
     for share, delays in ((0.05, False), (0.5, True)):
-        device = Device("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
+        device = Storage("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
         hidden, waited = (plan(profile, [device], each).options[0] for each in (need, asking))
         assert (hidden.adds_delay, waited.adds_delay) == (False, delays)
         assert waited.ttft_s == pytest.approx((1 + share) * recompute_s)
