@@ -290,11 +290,11 @@ def _key(text: str) -> bytes:
 
 def _open(path: Path | None) -> sqlite3.Connection:
     """A connection in autocommit mode to a file that holds the tables, made if there is none."""
-    try:
-        if path is not None:
+    if path is not None:
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refusal(error, path) from error
+        except OSError as error:
+            raise refusal(error, path) from error
     if path is None or (not os.access(path.parent, os.W_OK) and not path.exists()):
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         connection.create_function("row_checksum", -1, row_checksum)  # what is added lives as long as the connection
@@ -331,8 +331,8 @@ def _open(path: Path | None) -> sqlite3.Connection:
 
 def _way_out(path: Path | None) -> str:
     return (
-        f"Mend it: ragblend verify --repair --store {path and path.parent}; or delete it and ingest the documents again: stored "
-        "KV is found, not recomputed"
+        f"Mend it: ragblend verify --repair --store {path and path.parent}; or delete it and ingest the documents "
+        "again: stored KV is found, not recomputed"
     )
 
 
