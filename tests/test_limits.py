@@ -27,7 +27,8 @@ from ragblend.config import Settings, load_settings
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folders import walk
 from ragblend.corpus.pages import read_page
-from ragblend.corpus.texts import ChunkRegistry, TextIndex
+from ragblend.corpus.text_index import TextIndex
+from ragblend.corpus.texts import ChunkRegistry
 from ragblend.errors import UnreadableDocumentError, UsageError
 from ragblend.frameworks import boundaries as recovery_module
 from ragblend.frameworks.boundaries import _may_cut, recover

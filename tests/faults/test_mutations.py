@@ -116,8 +116,8 @@ def told(work: Path) -> dict[str, Any]:
     disk = DiskStore(work / "kv", create=False)
     with open_index(work / "index") as index, registry_of(disk) as registry:
         vectors = {
-            row: hashlib.md5(index._vectors.reconstruct(row).tobytes()).hexdigest()
-            for row in faiss.vector_to_array(index._vectors.id_map).tolist()
+            row: hashlib.md5(index._vectors.faiss.reconstruct(row).tobytes()).hexdigest()
+            for row in faiss.vector_to_array(index._vectors.faiss.id_map).tolist()
         }
         return {
             "entries": {path.stem: path.read_bytes() for path in work.glob(KINDS["entry"])},
