@@ -15,12 +15,12 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
+from ragblend.bench.common.configs import ThroughputConfig
 from ragblend.bench.common.plots import plot_throughput
 from ragblend.bench.common.workloads import draw_prompts, make_prompts
 from ragblend.bench.throughput import (
     Answered,
     Point,
-    ThroughputConfig,
     ThroughputResult,
     arrival_times,
     bench_throughput,
@@ -282,8 +282,7 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"shape": None},
-        {"model": "demo"},  # together with a shape
+        {"model": "demo", "shape": "llama-50m"},  # together with a shape
         {"shape": "llama-400b"},
         {"num_requests": 0},
         {"output_tokens": 0},
@@ -311,7 +310,7 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.setattr("ragblend.bench.throughput.run_throughput", lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        bench_throughput(plot=tmp_path / "throughput.png", echo=lambda line: None)
+        bench_throughput(ThroughputConfig(), plot=tmp_path / "throughput.png", echo=lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ragblend.bench.common.plots import plot_quality
-from ragblend.bench.quality.budget import Costs, charge, costs_of, floor_of, ratio_for
-from ragblend.bench.quality.cases import item_of, make_items, part_of, reorder
-from ragblend.bench.quality.measures import distance, read, rouge_l, token_f1
-from ragblend.bench.quality.pairs import differences
-from ragblend.bench.quality.retrieval import (
+from benchmarks.demo_quality.__main__ import app
+from benchmarks.demo_quality.cases import item_of, make_items, part_of, reorder
+from benchmarks.demo_quality.deviations import distance, read
+from benchmarks.demo_quality.pairs import differences
+from benchmarks.demo_quality.plot import plot_quality
+from benchmarks.demo_quality.retrieval import (
     CorpusConfig,
     CorpusQuestion,
     CorpusResult,
@@ -31,7 +31,7 @@ from ragblend.bench.quality.retrieval import (
     recall,
     run_corpus,
 )
-from ragblend.bench.quality.runs import (
+from benchmarks.demo_quality.runs import (
     FULL,
     MULTI_HOP_KINDS,
     NOISE,
@@ -43,12 +43,11 @@ from ragblend.bench.quality.runs import (
     Record,
     answer,
     configurations,
-    kl,
     request_for,
     rows_of,
     run_item,
 )
-from ragblend.bench.quality.study import (
+from benchmarks.demo_quality.study import (
     NOWHERE,
     LengthResult,
     QualityConfig,
@@ -57,8 +56,9 @@ from ragblend.bench.quality.study import (
     find_break,
     run_quality,
 )
-from ragblend.bench.quality.tables import corpus_table, length_lines, stories_table
-from ragblend.cli.app import app
+from benchmarks.demo_quality.tables import corpus_table, length_lines, stories_table
+from ragblend.bench.quality.budget import Costs, charge, costs_of, floor_of, ratio_for
+from ragblend.bench.quality.measures import kl, rouge_l, token_f1
 from ragblend.demo.cases import Setting, make_cases
 from ragblend.demo.questions import KINDS
 from ragblend.demo.tokenizer import build_tokenizer
@@ -471,8 +471,8 @@ def test_rows_per_kind_add_up(result: QualityResult) -> None:
 
 
 def test_lengths_are_measured_from_short_to_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragblend.bench.quality.study.LENGTHS", ((100, 4), (256, 8)))
-    monkeypatch.setattr("ragblend.bench.quality.study.LENGTH_SHARE", {100: 1.0, 256: 0.5})
+    monkeypatch.setattr("benchmarks.demo_quality.study.LENGTHS", ((100, 4), (256, 8)))
+    monkeypatch.setattr("benchmarks.demo_quality.study.LENGTH_SHARE", {100: 1.0, 256: 0.5})
     small = replace(SMALL, controls=(), budgets=(), noise_share=0.0, order_share=0.0)
     config = replace(small, num_questions=7, rules=("first_k",), ratios=(0.15,), lengths=True, length_questions=14)
     told: list[tuple[str, int, int | None]] = []
@@ -530,7 +530,7 @@ def test_the_json_object_has_the_documented_keys(result: QualityResult) -> None:
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["schema_version"], facts["seed"], facts["auto"]) == (2, 0, find_rule("auto", STORY_LAYERS).name)
     assert facts["command"].startswith(
-        "ragblend bench quality --model demo --num-questions 14 --multi-hop 0 --part any "
+        "python -m benchmarks.demo_quality --model demo --num-questions 14 --multi-hop 0 --part any "
     )
     assert {"group", "measure", "rule", "baseline", "mean", "low", "high", "excludes_zero"} <= set(facts["paired"][0])
     assert len(facts["fingerprint"]) >= 16
@@ -551,8 +551,8 @@ def test_the_command_in_the_result_parses_to_the_same_measurement(
         asked.append(config)
         return result
 
-    monkeypatch.setattr("ragblend.bench.quality.study.run_quality", stop)
-    words = [*SMALL.command_line.split()[1:], "--out", "-", "--plot", "-"]
+    monkeypatch.setattr("benchmarks.demo_quality.study.run_quality", stop)
+    words = [*SMALL.command_line.split()[3:], "--out", "-", "--plot", "-"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
     assert asked == [SMALL]
@@ -562,8 +562,8 @@ def test_the_command_in_the_result_parses_to_the_same_measurement(
 def test_files_are_written_where_asked(result: QualityResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ragblend.bench.quality.study.run_quality", lambda config, progress: result)
-    assert CliRunner().invoke(app, ["bench", "quality"]).exit_code == 0
+    monkeypatch.setattr("benchmarks.demo_quality.study.run_quality", lambda config, progress: result)
+    assert CliRunner().invoke(app, []).exit_code == 0
     assert json.loads((tmp_path / "data/results/quality.json").read_text()) == result.as_dict()
     assert (tmp_path / "docs/quality.png").read_bytes().startswith(b"\x89PNG")
 
