@@ -110,7 +110,7 @@ def grid_runs(result: TtftResult) -> list[GridRun]:
         GridRun(
             config.num_chunks,
             config.chunk_tokens,
-            result.prompt_tokens,
+            config.prompt_tokens,
             run,
             run.speedup / run.limit if run.speedup is not None and run.limit is not None else None,
             run.peak_rss_bytes / full.peak_rss_bytes if full is not None else None,

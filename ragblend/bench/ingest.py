@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from ragblend.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.output import Column, bench, facts_of, table
+from ragblend.bench.common.output import BenchResult, Column, bench, table
 from ragblend.bench.common.shapes import find_dtype, find_shape
 from ragblend.bench.common.workloads import directory_of, draw_prompts, engine_for, threads
 from ragblend.engine.hf.engine import TransformersEngine
@@ -55,25 +55,13 @@ class KnownRun:
 
 
 @dataclass(frozen=True, slots=True)
-class IngestResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class IngestResult(BenchResult):
+    """What `bench ingest` found."""
 
-    config: IngestConfig
     stored_bytes_per_token: int
-    hardware: dict[str, Any]
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
     known: tuple[KnownRun, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        return {
-            **facts_of("bench ingest", self.config, self.hardware, self.config.shape),
-            "stored_bytes_per_token": self.stored_bytes_per_token,
-            "runs": [asdict(run) for run in self.runs],
-            "ingest_over_prefill": self.ingest_over_prefill,
-            "known": [asdict(run) for run in self.known],
-        }
 
 
 def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
@@ -90,7 +78,7 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in ("prefill", "ingest")}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
         ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
-        return IngestResult(config, bytes_per_token, hardware_card(), runs, ratio, known)
+        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, known)
 
 
 def side_by_side(

@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.bench.common.configs import LoadConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.output import Column, bench, facts_of, medians, table
+from ragblend.bench.common.output import BenchResult, Column, bench, medians, table
 from ragblend.bench.common.plots import plot_load
 from ragblend.bench.common.shapes import find_dtype, find_shape
 from ragblend.bench.common.workloads import PromptSet, directory_of, engine_for, prompts_of, threads
@@ -87,59 +87,19 @@ class LoadRun:
     within_target: bool | None  # None where loading takes longer than recompute, or without the pipeline
     num_samples: int
 
-    @property
-    def megabytes_per_s(self) -> float | None:
-        """`bytes_per_s` for people."""
-        return None if self.bytes_per_s is None else self.bytes_per_s / 1e6
-
-    @property
-    def switch(self) -> str:
-        """`pipeline` for people."""
-        return "on" if self.pipeline else "off"
-
-    @property
-    def verdict(self) -> str:
-        """`within_target` for people."""
-        return "" if self.within_target is None else "yes" if self.within_target else "NO"
-
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class LoadResult(BenchResult):
+    """What `bench load` found."""
 
-    config: LoadConfig
-    profile: MachineProfile
-    rule: str
-    prompt_tokens: int
     store_bytes: int
     memory_bytes: int
     page_cache_dropped: bool
     load_bytes: int  # of one prompt
-    recompute_s: float  # T_recompute
-    hardware: dict[str, Any]
+    controller: dict[str, Any]  # what it measured; recompute_s is T_recompute
+    target: float
     runs: tuple[LoadRun, ...]
     timelines: tuple[dict[str, Any], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        profile = self.profile
-        return {
-            **facts_of("bench load", self.config, self.hardware, self.config.shape),
-            "prompt_tokens": self.prompt_tokens,
-            "store_bytes": self.store_bytes,
-            "memory_bytes": self.memory_bytes,
-            "page_cache_dropped": self.page_cache_dropped,
-            "load_bytes": self.load_bytes,
-            "controller": {
-                "prefill_s": [list(point) for point in profile.prefill_s],
-                "shares": [list(point) for point in profile.shares],
-                "bytes_per_s": dict(profile.bytes_per_s),
-                "recompute_s": self.recompute_s,
-            },
-            "target": TARGET,
-            "runs": [asdict(run) for run in self.runs],
-            "timelines": [*self.timelines],
-        }
 
 
 def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
@@ -161,9 +121,7 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
         pass
     memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
     bench = _Bench(subject, disk, memory_bytes, config.rule)
-    num_tokens = config.prompt_tokens
-    recompute_s = profile.recompute_s(config.ratio, num_tokens)
-    cases = make_cases(config, profile, bench.memory_bytes, num_tokens)
+    cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
     samples: dict[Case, list[Sample]] = {case: [] for case in cases}
     bench.sample(work.prompts[-1], cases[0])  # warm-up
     for number, prompt in enumerate(work.prompts[: config.repeats]):
@@ -172,15 +130,19 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
             samples[case].append(bench.sample(prompt, case))
     return LoadResult(
         config,
-        profile,
-        next(iter(samples.values()))[0].report.rule,
-        num_tokens,
-        disk.nbytes(),
-        bench.memory_bytes,
-        bench.page_cache_dropped,
-        bench.memory_bytes,
-        recompute_s,
+        config.shape,
         subject.hardware,
+        disk.nbytes(),
+        memory_bytes,
+        bench.page_cache_dropped,
+        memory_bytes,
+        {
+            "prefill_s": profile.prefill_s,
+            "shares": profile.shares,
+            "bytes_per_s": profile.bytes_per_s,
+            "recompute_s": profile.recompute_s(config.ratio, config.prompt_tokens),
+        },
+        TARGET,
         summarise(samples),
         tuple(timeline_facts(case, taken) for case, taken in samples.items()),
     )
@@ -406,22 +368,25 @@ def timeline_facts(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 COLUMNS = (
-    Column("KV from", "<10", "source"), Column("MB/s", ">7.1f", "megabytes_per_s"), Column("pipeline", ">9", "switch"),
+    Column("KV from", "<10", "source"),
+    Column("MB/s", ">7.1f", lambda run: run.bytes_per_s and run.bytes_per_s / 1e6),
+    Column("pipeline", ">9", lambda run: "on" if run.pipeline else "off"),
     Column("ratio", ">7.2f", "ratio"), Column("load/rec", ">9.2f", "load_over_recompute"),
     Column("TTFT s", ">8.3f", "ttft_s"), Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"),
     Column("stall s", ">8.3f", "stall_s"), Column("expected", ">9.3f", "expected_s"),
-    Column("/ memory", ">9.2fx", "over_memory"), Column(f"<= {TARGET}", ">8", "verdict"),
+    Column("/ memory", ">9.2fx", "over_memory"),
+    Column(f"<= {TARGET}", ">8", lambda run: {None: "", True: "yes", False: "NO"}[run.within_target]),
 )  # fmt: skip
 
 
 def table_lines(result: LoadResult) -> list[str]:
     """The runs for people: one line each, under two that say what was run and what the controller measured."""
-    config, disk = result.config, result.profile.bytes_per_s["disk"]
+    config, disk = result.config, result.controller["bytes_per_s"]["disk"]
     cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
     return [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens of a store "
         f"{result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; medians of {config.repeats}",
-        f"by the controller: T_recompute {result.recompute_s:.3g} s, T_load from this disk "
+        f"by the controller: T_recompute {result.controller['recompute_s']:.3g} s, T_load from this disk "
         f"{result.load_bytes / disk:.3g} s at {disk / 1e6:.0f} MB/s",
         *table(COLUMNS, result.runs),
     ]

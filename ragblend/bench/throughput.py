@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ragblend.bench.common.configs import Case, ThroughputConfig, cases_of
-from ragblend.bench.common.output import Column, bench, facts_of, table
+from ragblend.bench.common.output import BenchResult, Column, bench, table
 from ragblend.bench.common.plots import plot_throughput
 from ragblend.bench.common.workloads import prompts_of, threads
 from ragblend.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
@@ -76,11 +76,6 @@ class ThroughputRun:
     served_rate: float  # requests per second until the last one's end
     num_cached_tokens: float  # mean per request
 
-    @property
-    def shown_mode(self) -> str:
-        """The mode behind a number."""
-        return f" {self.mode}"
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -100,25 +95,12 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class ThroughputResult(BenchResult):
+    """What `bench throughput` found."""
 
-    config: ThroughputConfig
-    name: str
     bound_s: float
-    hardware: dict[str, Any]
     runs: tuple[ThroughputRun, ...]
     capacities: tuple[Capacity, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        return {
-            **facts_of("bench throughput", self.config, self.hardware, self.name),
-            "prompt_tokens": self.config.prompt_tokens,
-            "bound_s": self.bound_s,
-            "runs": [asdict(run) for run in self.runs],
-            "capacities": [asdict(capacity) for capacity in self.capacities],
-        }
 
 
 def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | None = None) -> ThroughputResult:
@@ -160,7 +142,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
 
             runs = sweep(cases, rates, bound_s, config.ratio, measure, tell)
             found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
-            return ThroughputResult(config, engine.name, bound_s, vllm_card(), runs, found)
+            return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
 _FULL = Case("full", "none")  # measured idle in any case: bound and rates come from it
@@ -332,7 +314,7 @@ def highest_rate(points: Sequence[Point], bound_s: float) -> HighestRate:
 
 
 COLUMNS = (
-    Column("req/s", ">7.3g", "rate"), Column(" mode", "<8", "shown_mode"), Column("rule", "<19", "rule"),
+    Column("req/s", ">7.3g", "rate"), Column(" mode", "<8", lambda run: f" {run.mode}"), Column("rule", "<19", "rule"),
     Column("mean s", ">8.3f", "ttft_mean_s"), Column("median", ">8.3f", "ttft_s"), Column("p95", ">8.3f", "ttft_p95_s"),
     Column("max", ">8.3f", "ttft_max_s"), Column("served/s", ">9.2f", "served_rate"),
     Column("cached", ">8.0f", "num_cached_tokens"),

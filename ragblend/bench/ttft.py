@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ragblend.bench.common.configs import Case, TtftConfig
 from ragblend.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.bench.common.output import Column, bench, facts_of, medians, table
+from ragblend.bench.common.output import BenchResult, Column, bench, medians, table
 from ragblend.bench.common.plots import plot_ttft
 from ragblend.bench.common.shapes import find_dtype
 from ragblend.bench.common.workloads import PromptSet, directory_of, engine_for, engine_for_model, prompts_of, threads
@@ -67,31 +67,13 @@ class TtftRun:
     peak_rss_bytes: int
     num_samples: int
 
-    @property
-    def peak_rss_gib(self) -> float:
-        """`peak_rss_bytes` for people."""
-        return self.peak_rss_bytes / GIB
-
 
 @dataclass(frozen=True, slots=True)
-class TtftResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class TtftResult(BenchResult):
+    """What `bench ttft` found."""
 
-    config: TtftConfig
-    name: str  # of the model
-    prompt_tokens: int
     stored_bytes_per_token: int
-    hardware: dict[str, Any]
     runs: tuple[TtftRun, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        return {
-            **facts_of("bench ttft", self.config, self.hardware, self.name),
-            "prompt_tokens": self.prompt_tokens,
-            "stored_bytes_per_token": self.stored_bytes_per_token,
-            "runs": [asdict(run) for run in self.runs],
-        }
 
 
 def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
@@ -106,14 +88,7 @@ def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) 
             for chunk in work.chunks:
                 engine.precompute(chunk)
             samples = _measure(subject, config, work, tell)
-            return TtftResult(
-                config,
-                engine.name,
-                samples[config.cases[0]][0].report.prompt_tokens,
-                engine.bytes_per_token,
-                subject.hardware,
-                summarise(samples),
-            )
+            return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarise(samples))
 
 
 class Subject(NamedTuple):
@@ -216,7 +191,8 @@ COLUMNS = (
     Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"), Column("load s", ">7.3f", "load_s"),
     Column("fuse s", ">7.2f", "fuse_s"),
     Column("asking", ">7.1%", "select_share"), Column("speedup", ">8.2fx", "speedup"),
-    Column("limit", ">7.2fx", "limit"), Column("cpu s", ">7.2f", "cpu_s"), Column("GiB", ">5.1f", "peak_rss_gib"),
+    Column("limit", ">7.2fx", "limit"), Column("cpu s", ">7.2f", "cpu_s"),
+    Column("GiB", ">5.1f", lambda run: run.peak_rss_bytes / GIB),
 )  # fmt: skip
 
 
@@ -225,7 +201,7 @@ def table_lines(result: TtftResult) -> list[str]:
     config = result.config
     return [
         f"{result.name} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens + "
-        f"{config.question_tokens} question tokens, {result.prompt_tokens} in all, KV from {config.tier}; "
+        f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, KV from {config.tier}; "
         f"medians of {result.runs[0].num_samples}",
         *table(COLUMNS, result.runs),
     ]

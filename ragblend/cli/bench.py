@@ -80,8 +80,9 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def add(name: str, config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """The command `bench name`: runs `bench_name` of `ragblend.bench.name`."""
+def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
+    """The benchmark's command: runs `bench_NAME` of `ragblend.bench.NAME`."""
+    name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: Path | None = None, **values: Any) -> None:
         if values.pop("backend_of_throughput", "vllm") != "vllm":
@@ -107,12 +108,12 @@ _PLOT = _parameter("plot", PlotOption, None)
 _VLLM_ONLY = Annotated[str, typer.Option("--backend", help="vllm, in this process; there is no other.")]
 
 add(
-    "ttft", TtftConfig,
+    TtftConfig,
     "Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians.",
     _PLOT,
 )  # fmt: skip
 add(
-    "throughput", ThroughputConfig,
+    ThroughputConfig,
     """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
 
     The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
@@ -121,16 +122,16 @@ add(
     _parameter("backend_of_throughput", _VLLM_ONLY, "vllm"), _PLOT,
 )  # fmt: skip
 add(
-    "load", LoadConfig,
+    LoadConfig,
     "Blend from disk against blend from memory, page cache dropped, on both sides of T_load = T_recompute.",
     _PLOT,
 )  # fmt: skip
 add(
-    "ingest", IngestConfig,
+    IngestConfig,
     "Ingestion to disk against the engine's own prefill of the same chunks; and a second run that knows them all.",
 )  # fmt: skip
 add(
-    "quality", QualityConfig,
+    QualityConfig,
     """How close answers from fused KV are to full prefill's on your model and questions, and how good they are.
 
     Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),

@@ -220,7 +220,7 @@ def result() -> ThroughputResult:
     runs = sweep([*slowness], rates, 2.0, 0.15, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
     found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
-    return ThroughputResult(ThroughputConfig(), "llama-50m", 2.0, hardware, runs, found)
+    return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
 
 
 def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
@@ -240,7 +240,7 @@ def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     assert full.blend_gain == 2.0
     assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
     bare = result()
-    shown = table_lines(ThroughputResult(bare.config, "m", 2.0, bare.hardware, runs, (full, prefix, blend)))
+    shown = table_lines(ThroughputResult(bare.config, "m", bare.hardware, 2.0, runs, (full, prefix, blend)))
     assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
 
 

@@ -73,6 +73,16 @@ class BenchConfig:
     def check(self) -> None:
         """What one benchmark refuses besides."""
 
+    @property
+    def command(self) -> str:
+        """The benchmark's name: quality of QualityConfig."""
+        return type(self).__name__.removesuffix("Config").lower()
+
+    @property
+    def schema_version(self) -> int:
+        """Of the JSON object."""
+        return 1
+
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values, without the store's place, which says nothing elsewhere."""
         facts = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -276,6 +286,8 @@ class QualityConfig(BenchConfig):
 
         if self.ratios is None:
             object.__setattr__(self, "ratios", () if self.budgets else (0.05, DEFAULT_RATIO))
+        if self.chunk_tokens is None:
+            object.__setattr__(self, "chunk_tokens", 42 if self.data == "demo" else 256)
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios or ():
@@ -283,6 +295,21 @@ class QualityConfig(BenchConfig):
         for budget in self.budgets:
             if not 0 < budget < 1:
                 raise UsageError(f"budget is {budget}; choose a share of the token-layers, such as 0.05")
+
+    @property
+    def schema_version(self) -> int:
+        """Of the JSON object."""
+        return 3
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """`chunk_tokens`, once it is chosen."""
+        assert self.chunk_tokens is not None
+        return self.chunk_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """The configuration as plain JSON values, without places."""
+        return BenchConfig.as_dict(self) | {"model": Path(self.model).name, "data": Path(self.data).name}
 
 
 PARTS = ("selection", "reported", "all")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ragblend.bench.common.configs import BenchConfig
+from ragblend.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.bench.common.hardware import card_lines
 from ragblend.bench.common.plots import require_matplotlib
 from ragblend.engine.report import BlendReport
@@ -18,14 +20,33 @@ Echo = Callable[[str], None]
 Tell = Callable[[str], None]
 
 
-class Result(Protocol):
-    """What a benchmark found."""
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Everything that a benchmark found, and what it was run on. What a subclass adds is in the JSON object, too."""
 
-    def as_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    config: Any  # a BenchConfig
+    name: str  # of the model
+    hardware: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of the command line."""
+        config: BenchConfig = self.config
+        own = [each.name for each in fields(self)][len(fields(BenchResult)) :]
+        facts = {
+            "schema_version": config.schema_version,
+            "command": f"bench {config.command}",
+            "hardware": self.hardware,
+            "config": config.as_dict(),
+            "model": Path(self.name).name,  # where it lies says nothing elsewhere
+            **({"prompt_tokens": config.prompt_tokens} if isinstance(config, PromptConfig) else {}),
+            **{name: getattr(self, name) for name in own},
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(facts, default=asdict))
+        return plain
 
 
 C = TypeVar("C", bound=BenchConfig)
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound=BenchResult)
 
 
 def bench(
@@ -42,25 +63,12 @@ def bench(
     return present(result.as_dict(), table(result), echo, plot, draw)
 
 
-def facts_of(
-    command: str, config: BenchConfig, hardware: Mapping[str, Any], model: str, schema_version: int = 1
-) -> dict[str, Any]:
-    """What every JSON object begins with."""
-    return {
-        "schema_version": schema_version,
-        "command": command,
-        "hardware": dict(hardware),
-        "config": config.as_dict(),
-        "model": model,
-    }
-
-
 class Column(NamedTuple):
-    """A column of a table: `name` of the runs' attribute, written by `spec`, such as ">8.3f"; ">8.2fx" ends in an x."""
+    """A column of a table: a run's attribute, or what is made of the run, written by `spec`; ">8.2fx" ends in an x."""
 
     title: str
     spec: str
-    name: str
+    of: str | Callable[[Any], Any]
 
     def head(self) -> str:
         """The title, as wide as the values."""
@@ -68,7 +76,7 @@ class Column(NamedTuple):
 
     def cell(self, run: object) -> str:
         """The run's value; "-" for None."""
-        value = getattr(run, self.name)
+        value = self.of(run) if callable(self.of) else getattr(run, self.of)
         text = "-" if value is None else f"{value:{self.spec[0]}{self.spec[len(self._width) + 1 :].removesuffix('x')}}"
         text += "x" if value is not None and self.spec.endswith("x") else ""
         return f"{text:{self.spec[0]}{self._width}}"

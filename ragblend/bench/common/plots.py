@@ -178,8 +178,6 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
             axes.set_title(title, fontsize="medium")
             axes.margins(x=0.08)
             axes.set_xlabel("time to first token, seconds" if place == "ttft_s" else "charged budget at 32 layers")
-            axes.set_xlim(left=0)
-            axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
         config = facts["config"]

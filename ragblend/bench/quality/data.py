@@ -36,7 +36,6 @@ NAMED = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
 """Data sets of the checkout's data/questions, which the wheel does not have."""
 
 NUM_DISTRACTORS = 9
-CHUNK_TOKENS, DEMO_CHUNK_TOKENS = 256, 42
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
@@ -47,15 +46,10 @@ def load_cases(config: QualityConfig, engine: TransformersEngine) -> list[Case]:
     every: Iterator[Case]
     if config.data == "lookup":
         count = engine.segmenter.count_tokens
-        every = lookup_cases(config.num_chunks, chunk_tokens_of(config), count, config.seed)
+        every = lookup_cases(config.num_chunks, config.tokens_per_chunk, count, config.seed)
     else:
         every = iter(read_cases(find_data(config.data)))
     return list(islice((case for case in every if _is_of(case.question, config.part)), config.num_questions))
-
-
-def chunk_tokens_of(config: QualityConfig) -> int:
-    """The most tokens of a chunk."""
-    return config.chunk_tokens or (DEMO_CHUNK_TOKENS if config.data == "demo" else CHUNK_TOKENS)
 
 
 def find_data(name: str) -> Path:
@@ -132,7 +126,7 @@ def demo_cases(config: QualityConfig) -> list[Case]:
 
     if config.num_chunks < 4:  # fewer hold no story with a question of every kind
         raise UsageError(f"{config.num_chunks} chunks hold no story; choose --chunks 4 or more")
-    setting = Setting(config.num_chunks, config.num_chunks * chunk_tokens_of(config))
+    setting = Setting(config.num_chunks, config.num_chunks * config.tokens_per_chunk)
     per_kind = -(-config.num_questions // len(KINDS))
     made = make_cases(
         build_tokenizer(), per_kind, setting, config.seed, keep=lambda asked: _is_of(asked.text, config.part)
@@ -150,7 +144,7 @@ def prompt_of(case: Case, engine: TransformersEngine, embedder: Embedder, config
     """The case as `ragblend ask` would ask it."""
     chunks: Sequence[str] = case.passages
     if case.order != "given":
-        count, size = engine.segmenter.count_tokens, chunk_tokens_of(config)
+        count, size = engine.segmenter.count_tokens, config.tokens_per_chunk
         documents = [Document(text, str(number)) for number, text in enumerate(case.passages)]
         chunks = [chunk.text for document in documents for chunk in split(document, count, size)]
     if case.order == "score":

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.output import bench, facts_of
+from ragblend.bench.common.output import BenchResult, bench
 from ragblend.bench.common.plots import plot_quality
 from ragblend.bench.common.shapes import find_dtype
 from ragblend.bench.quality.cases import Case
-from ragblend.bench.quality.data import chunk_tokens_of, load_cases, prompt_of
+from ragblend.bench.quality.data import load_cases, prompt_of
 from ragblend.bench.quality.measures import (
     FULL,
     PREFIX,
@@ -53,7 +53,6 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
 from ragblend.prompt.prompt import SegmentedPrompt
 
-SCHEMA_VERSION = 3
 BASE = Configuration("blend", "cacheblend", 0.15)
 """What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio."""
 
@@ -84,31 +83,16 @@ RECOVERED = ("gold_loss", "token_f1")
 
 
 @dataclass(frozen=True, slots=True)
-class QualityResult:
-    """Every question's records, and what they were measured on."""
+class QualityResult(BenchResult):
+    """What `bench quality` found."""
 
-    config: QualityConfig
-    name: str  # of the model
     fingerprint: str
     num_layers: int
     embedder: str
-    hardware: dict[str, Any]
     num_questions: int
     prompt_tokens: float  # mean
+    base: dict[str, Any]  # what the runs are compared with
     runs: list[dict[str, Any]]  # of `summarise`
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        facts = facts_of("bench quality", self.config, self.hardware, Path(self.name).name, SCHEMA_VERSION)
-        facts["config"] |= {"chunk_tokens": chunk_tokens_of(self.config), "base": BASE._asdict()}
-        facts["config"] |= {"data": Path(self.config.data).name, "model": Path(self.config.model).name}
-        return facts | {
-            "fingerprint": self.fingerprint,
-            "num_layers": self.num_layers,
-            "embedder": self.embedder,
-            "prompt_tokens": self.prompt_tokens,
-            "runs": self.runs,
-        }
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
@@ -143,12 +127,13 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
         return QualityResult(
             config,
             base.name,
+            hardware_card(base.layers.device),
             base.fingerprint,
             base.layers.num_layers,
             embedder.name,
-            hardware_card(base.layers.device),
             len(cases),
             float(np.mean(lengths)),
+            BASE._asdict(),
             summarise(records, [case.kind for case in cases]),
         )
 
