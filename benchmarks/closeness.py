@@ -29,7 +29,9 @@ from ragblend.bench.common.hardware import hardware_card
 from ragblend.bench.quality.measures import distance, read
 from ragblend.bench.quality.runs import FULL, REUSE, Configuration, answer, kl, request_for
 from ragblend.chunker import split
-from ragblend.cli.support import err, print_json, quiet_libraries, split_names, split_numbers, use_threads
+from ragblend.cli.options import split_names, split_numbers
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.hf.engine import TransformersEngine

@@ -48,7 +48,9 @@ from ragblend.bench.common.workloads import (
 from ragblend.bench.quality.cases import make_items
 from ragblend.bench.quality.runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
 from ragblend.bench.ttft import threads
-from ragblend.cli.support import err, quiet_libraries, split_names, use_threads
+from ragblend.cli.options import split_names
+from ragblend.cli.printing import err
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.demo.cases import Setting
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.generation import Request

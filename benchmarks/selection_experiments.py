@@ -37,7 +37,8 @@ from ragblend.bench.quality.cases import make_items
 from ragblend.bench.quality.pairs import GROUPS, differences
 from ragblend.bench.quality.runs import Configuration, Engines, Record, configurations, rows_of
 from ragblend.bench.quality.study import Asked, run_items
-from ragblend.cli.support import one_thread, quiet_libraries, split_names, split_numbers
+from ragblend.cli.options import split_names, split_numbers
+from ragblend.cli.session import one_thread, quiet_libraries
 from ragblend.demo.cases import Setting
 from ragblend.engine.fusion.fuse import FusedKV, FusePlan
 from ragblend.engine.fusion.rules import RULES, Check, Evidence, Rule, repair

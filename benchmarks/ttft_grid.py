@@ -21,7 +21,9 @@ from ragblend.bench.common.output import check_plot, on_terminal, present
 from ragblend.bench.common.plots import require_matplotlib
 from ragblend.bench.common.workloads import find_dtype
 from ragblend.bench.ttft import SCHEMA_VERSION, TtftConfig, TtftResult, TtftRun, run_ttft
-from ragblend.cli.support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
+from ragblend.cli.options import split_counts, split_names
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.report import Mode
 from ragblend.engine.store.kv import dtype_name
 from ragblend.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.support import (
+from ragblend.cli.options import (
     EmbedderOption,
     JsonOption,
     KOption,
@@ -18,17 +18,12 @@ from ragblend.cli.support import (
     NeighbourKvOption,
     NeighboursOption,
     VllmOptions,
-    err,
     json_object,
-    one_thread,
-    out,
-    print_json,
-    progress_bars,
-    quiet_libraries,
     split_names,
     split_numbers,
-    use_threads,
 )
+from ragblend.cli.printing import err, out, print_json, progress_bars
+from ragblend.cli.session import one_thread, quiet_libraries, use_threads
 from ragblend.errors import UsageError
 
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True, rich_markup_mode=None)
