@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ragblend.engine.api import Engine
-    from ragblend.engine.store.base import KVStore
     from ragblend.index import ChunkIndex, SearchHit
 
 
@@ -121,9 +120,9 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
     """Until the remote tier has everything that was stored, or stops answering. Closing alone waits a few seconds."""
     from ragblend.engine.store.remote.tier import RemoteStore
+    from ragblend.engine.store.tiered import tiers_of
 
-    tiers: Sequence[KVStore] = getattr(engine.store, "tiers", ())
-    for tier in tiers:
+    for tier in tiers_of(engine.store):
         if isinstance(tier, RemoteStore):
             total = tier.num_waiting
             while not tier.flush(0.2) and tier.breaker.is_closed:

@@ -28,11 +28,12 @@ from ragblend.engine.fusion.rules import CHECK_LAYER, FALLBACK, check_ratio, fin
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, NoiseFloor, keep_calibration
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.intervals import mean_interval, wilson_interval
-from ragblend.precompute import Progress, disk_store
+from ragblend.precompute import Progress
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 RULES = ("auto", FALLBACK)  # those worth measuring; more with --rules
@@ -143,7 +144,7 @@ def calibrate(
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     aim = checked_target(target or Target())
     fitter = checked_engine(engine)
-    disk = disk_store(engine) if save else None
+    disk = disk_tier(engine.store) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, seed)

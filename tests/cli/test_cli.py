@@ -529,7 +529,7 @@ def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((Path(cli.__file__).parent / "demo" / "weights" / name).read_bytes())
+        (tmp_path / "m" / name).write_bytes((Path(cli.__file__).parents[1] / "demo" / "weights" / name).read_bytes())
     code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
     assert code == 1
     assert "sliding_attention" in err.replace("\n", " ")

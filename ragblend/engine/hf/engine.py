@@ -44,8 +44,8 @@ from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, dtype_name, stored_as
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import ChecksShapes, Prefetches, WorksInBackground, is_far, kv_dtype_of
-from ragblend.engine.tuning.calibration import Calibrations, local_key, local_root
+from ragblend.engine.store.tiered import ChecksShapes, Prefetches, WorksInBackground, disk_tier, is_far, kv_dtype_of
+from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import Decision, MachineProfile, decide
 from ragblend.errors import DamagedEntryError
 from ragblend.options import GenerationKeywords, GenerationOptions
@@ -85,7 +85,9 @@ class TransformersEngine(EngineBase):
         self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, ChecksShapes):
             store.expect(self.fingerprint, self.shape)
-        self.calibrations = Calibrations(local_root(store), self.fingerprint, layers.num_layers, local_key(store))
+        disk = disk_tier(store)
+        root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
+        self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
         self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self.machine = machine  # where there is one, requests without a ratio of their own follow `controller.decide`
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses

@@ -369,17 +369,5 @@ def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float = DEFAULT_R
     return fit.ratio if fit is not None else default
 
 
-def local_root(store: object) -> Path | None:
-    """The directory of a KVStore's local disk tier, where its calibrations are; None for a store in memory."""
-    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
-    return next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
-
-
-def local_key(store: object) -> KeyChoice:
-    """What the calibrations in a KVStore's local disk tier are signed with."""
-    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
-    return next((tier.store_key for tier in tiers if hasattr(tier, "store_key")), None)
-
-
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:
     return chunk_key(fingerprint, prefix_ids, ())
