@@ -55,7 +55,7 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
 def serve(
     settings: Settings,
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],
+    model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],  # sets `settings.model`
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port")] = 8000,
     api_key: Annotated[
@@ -73,25 +73,13 @@ def serve(
     from ragblend.upkeep.serve import ServeOptions, prepare
     from ragblend.upkeep.serve import serve as run
 
-    options = ServeOptions(
-        model=model,
-        store=settings.store,
-        host=host,
-        port=port,
-        api_key=api_key,
-        dtype=settings.dtype,
-        ratio=settings.ratio,
-        rule=settings.rule,
-        separator=separator,
-        separator_end=separator_end,
-        system=settings.system,
-        tiers=settings.tiers,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    options = ServeOptions(settings, host, port, api_key, separator, separator_end)
     if dry_run:
         print(prepare(options, context.args).shown())
         return
-    err.print(f"starting vLLM with {model} and the store {settings.store}; clients: --backend http://{host}:{port}")
+    err.print(
+        f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
+    )
     run(options, context.args)
 
 
