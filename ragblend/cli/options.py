@@ -18,7 +18,7 @@ import typer
 from ragblend.cli.session import settings_for_demo, settings_from
 from ragblend.config import Settings, setting_type
 from ragblend.errors import UsageError
-from ragblend.options import Option
+from ragblend.options import RATIO, Option
 
 Command = Callable[..., None]
 
@@ -75,7 +75,7 @@ def parse_ratio(text: str) -> float | str:
     try:
         return text if text == "auto" else float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no share; choose 0 (full reuse) to 1 (recompute all), or auto") from error
+        raise UsageError(f"{text!r} is no share; choose {RATIO.choose}") from error
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
