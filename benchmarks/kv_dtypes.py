@@ -43,7 +43,9 @@ from ragblend.bench.common.hardware import card_lines, hardware_card
 from ragblend.bench.common.shapes import find_dtype, find_shape
 from ragblend.bench.common.workloads import make_prompts, random_model, synthetic_segmenter, threads
 from ragblend.bench.quality.measures import kl
-from ragblend.cli.support import err, quiet_libraries, split_names, use_threads
+from ragblend.cli.options import split_names
+from ragblend.cli.printing import err
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine

@@ -37,7 +37,8 @@ from benchmarks.demo_quality.pairs import GROUPS, differences
 from benchmarks.demo_quality.runs import Configuration, Engines, Record, configurations, rows_of
 from benchmarks.demo_quality.study import Asked, run_items
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.cli.support import one_thread, quiet_libraries, split_names, split_numbers
+from ragblend.cli.options import split_names, split_numbers
+from ragblend.cli.session import one_thread, quiet_libraries
 from ragblend.engine.fusion.plan import FusedKV, FusePlan
 from ragblend.engine.fusion.rules import RULES, Check, Evidence, Rule, repair
 from ragblend.engine.hf import blend as transformers_engine

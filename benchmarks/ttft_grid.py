@@ -21,7 +21,9 @@ from ragblend.bench.common.configs import TtftConfig
 from ragblend.bench.common.output import check_plot, on_terminal, present
 from ragblend.bench.common.plots import drawn
 from ragblend.bench.ttft import TtftResult, TtftRun, run_ttft
-from ragblend.cli.support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
+from ragblend.cli.options import split_counts, split_names
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.report import Mode
 from ragblend.errors import UsageError
 

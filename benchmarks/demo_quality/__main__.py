@@ -7,22 +7,18 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.support import (
+from ragblend.cli.options import (
     EmbedderOption,
     JsonOption,
     KOption,
     ModelOption,
     NeighbourKvOption,
     NeighboursOption,
-    err,
-    one_thread,
-    out,
-    print_json,
-    progress_bars,
-    quiet_libraries,
     split_names,
     split_numbers,
 )
+from ragblend.cli.printing import err, out, print_json, progress_bars
+from ragblend.cli.session import one_thread, quiet_libraries
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -24,17 +24,9 @@ from ragblend.bench.common.configs import (
     TtftConfig,
     hints_of,
 )
-from ragblend.cli.support import (
-    JsonOption,
-    err,
-    json_object,
-    out,
-    print_json,
-    quiet_libraries,
-    split_names,
-    split_numbers,
-    use_threads,
-)
+from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
+from ragblend.cli.printing import err, out, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.errors import UsageError
 
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True, rich_markup_mode=None)

@@ -24,12 +24,11 @@ from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, n
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tiered import TieredStore, disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -189,8 +188,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._told: OrderedDict[str, BlendReport] = OrderedDict()
         if self._is_scheduler:
             # What the remote tier has sent is there a second time, so nothing here waits for the disk.
-            local = self.config.open_local(fsync=False)
-            self._disk = next(tier for tier in local.tiers if isinstance(tier, DiskStore))
+            disk = disk_tier(self.config.open_local(fsync=False))
+            assert disk is not None
+            self._disk = disk
             self._remote = self.config.open_remote()
             if self._remote is not None:
                 self._fetch = RemoteFetch(self._remote, self._disk, self.config.remote_timeout_s)
