@@ -17,9 +17,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.chunker import ReadFailure, Splitter, split, version_of
+from ragblend.chunker import Splitter, split, version_of
 from ragblend.corpus.documents import MAX_FILE_MIB, Skipped
-from ragblend.corpus.folders import file_of, named, shown, walk
+from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
 from ragblend.corpus.texts import ChunkRegistry, folders_of, registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
