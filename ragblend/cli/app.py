@@ -352,7 +352,7 @@ def doctor(
 ) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
     settings = settings_from(locals())
-    from ragblend.upkeep.maintenance import examine
+    from ragblend.upkeep.doctor import examine
 
     checks = examine(settings)
     lines = [f"{'ok ' if check.ok else 'NO '} {check.name}: {check.finding}" for check in checks]

@@ -28,6 +28,7 @@ from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.rules import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
 from ragblend.engine.vllm.params import BlendParams
@@ -372,8 +373,6 @@ class BlendWorker:
             return None
 
     def _header(self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
-        from ragblend.engine.store.keys import chunk_key
-
         key = chunk_key(job.fingerprint, prefix_ids, ids, namespace)
         dtype = dtype_name(self.layers.dtype)
         return KVHeader(
