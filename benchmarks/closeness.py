@@ -99,7 +99,8 @@ def measure(
         on_miss="inline",
         check=False,
     )
-    request = replace(request_for(engine, prompt), max_tokens=ANSWER_TOKENS)
+    request = request_for(engine, prompt)
+    request = replace(request, options=replace(request.options, max_tokens=ANSWER_TOKENS))
     for chunk in prompt.chunks:
         engine.precompute(chunk)
     full = answer(engine, request, FULL)

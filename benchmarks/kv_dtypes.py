@@ -49,7 +49,6 @@ from ragblend.bench.quality.cases import make_items
 from ragblend.bench.quality.runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
 from ragblend.bench.ttft import threads
 from ragblend.cli.support import err, quiet_libraries, split_names, use_threads
-from ragblend.demo.cases import Setting
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
@@ -62,6 +61,7 @@ from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
+from tools.demo_model.cases import Setting
 
 SCHEMA_VERSION = 2
 OUT = Path("data/results/kv-dtypes.json")

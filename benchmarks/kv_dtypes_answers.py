@@ -100,7 +100,8 @@ def measure_answers(
     engines["bfloat16", AUTO] = rounded
     floor, samples = list[float](), dict[tuple[Configuration, str, str], list[_Sample]]()
     for item in subject.items:
-        request = replace(request_for(base, item.prompt), max_tokens=subject.max_tokens)
+        request = request_for(base, item.prompt)
+        request = replace(request, options=replace(request.options, max_tokens=subject.max_tokens))
         full = answer(base, request, FULL)
         floor.append(kl(full.log_probs, answer(rounded, request, FULL).log_probs))
         for kv in _computed(base, item):

@@ -38,11 +38,11 @@ from ragblend.bench.quality.pairs import GROUPS, differences
 from ragblend.bench.quality.runs import Configuration, Engines, Record, configurations, rows_of
 from ragblend.bench.quality.study import Asked, run_items
 from ragblend.cli.support import one_thread, quiet_libraries, split_names, split_numbers
-from ragblend.demo.cases import Setting
-from ragblend.engine.fusion.fuse import FusedKV, FusePlan
+from ragblend.engine.fusion.plan import FusedKV, FusePlan
 from ragblend.engine.fusion.rules import RULES, Check, Evidence, Rule, repair
-from ragblend.engine.hf import engine as transformers_engine
+from ragblend.engine.hf import blend as transformers_engine
 from ragblend.engine.load import load_engine
+from tools.demo_model.cases import Setting
 
 RATIOS = (0.05, 0.10, 0.15)
 

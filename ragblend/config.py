@@ -18,6 +18,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
+from ragblend.options import (
+    Check,
+    GenerationKeywords,
+    GenerationOptions,
+    Mode,
+    RatioChoice,
+    TierOptions,
+    at_least,
+    is_url,
+    one_of,
+    option,
+    same_as,
+    share,
+)
 from ragblend.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -29,79 +43,60 @@ _EMBEDDERS = ("auto", "minilm", "hashing")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(TierOptions):
     """What every command and `load_engine` can be told. Paths are relative to the working directory."""
 
-    model: str = "demo"  # "demo", a Hugging Face id or a local path
-    backend: str = "transformers"  # transformers, vllm, or the address of a server: http://HOST:PORT
-    dtype: str = "auto"  # auto (the checkpoint's, float32 on CPU), float32, bfloat16, float16
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    index: str = "ragblend-data/index"
-    store: str = "ragblend-data/kv"
-    embedder: str = "auto"  # auto (MiniLM if installed, else hashing), minilm, hashing, a Hugging Face id or a path
-    memory_gib: float = 2.0  # budget of the memory tier
-    disk_gib: float = 0.0  # budget of the disk tier; 0: no limit
-    remote: str | None = None  # shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or any fsspec URL
+    model: str = option("demo", "'demo', a Hugging Face id or a local path.")
+    backend: str = option(
+        "transformers",
+        "transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
+        Check(
+            lambda value: value in ("transformers", "vllm") or is_url(value),
+            "transformers, vllm or a server's http://HOST:PORT",
+        ),
+    )
+    dtype: str = option(
+        "auto", "auto, float32, bfloat16 or float16.", one_of("auto", "float32", "bfloat16", "float16")
+    )  # auto: the checkpoint's, float32 on CPU
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    index: str = option("ragblend-data/index", "Directory of the index.")
+    store: str = option("ragblend-data/kv", "Directory of the KV store.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
-    remote_timeout_s: float = 5.0  # longest wait for one chunk from there
-    eviction: str = "lru"  # lru, or gdsf: what saves the most prefill per byte stays
-    quota_gib: float = 0.0  # what each namespace may hold in each local tier; 0: no limit
-    kv_dtype: str = "auto"  # how new KV is stored: auto (as computed), int8, fp8
-    chunk_size: int | None = None  # tokens of the LLM's own tokenizer; None: the index's own, 512 for a new one
-    max_file_mib: float = 256.0  # ingest: larger files are not read, and are said; 0: no limit
-    neighbour_kv: bool = False  # ingest: also keep each chunk's KV as computed behind the chunk before it
-    k: int = 6  # chunks retrieved per question
-    neighbours: int = 0  # chunks added before and after each hit, from the same document
-    order: str = "score"  # score, or document: hits in reading order
-    mode: str = "blend"
-    rule: str = "auto"
-    ratio: float | Literal["auto"] | None = None  # recompute ratio; None and "auto": calibrated, else the default
-    max_tokens: int = 256
-    system: str | None = None
-    namespace: str = ""
-    trust_remote_code: bool = False
-    shadow: float = 0.0  # share of the requests that full prefill runs beside, to count how often they agree
+    embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
+    chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
+    max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
+    neighbour_kv: bool = option(
+        False,
+        "Also keep each chunk's KV as computed behind the chunk before it: twice the store, closer to full prefill "
+        "where `ask --neighbours` brings both.",
+        flag="--neighbour-kv/--no-neighbour-kv",
+    )
+    k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")
+    neighbours: int = option(0, "Chunks added around each hit.", at_least(0))
+    order: str = option("score", "Chunks by 'score' or in 'document' order.", one_of("score", "document"))
+    mode: Mode = same_as(GenerationOptions, "mode")
+    rule: str = same_as(GenerationOptions, "rule")
+    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")
+    max_tokens: int = same_as(GenerationOptions, "max_tokens")
+    temperature: float = same_as(GenerationOptions, "temperature")
+    system: str | None = option(None, "System text that chunks are precomputed behind.")
+    namespace: str = option("", "Tenant; never reads another's KV.")
+    trust_remote_code: bool = option(False, "Run code of the model's repo.", flag="--trust-remote-code")
+    shadow: float = option(
+        0.0,
+        "Run full prefill beside this share of the requests, after the answer; 0 to 1.",
+        share("off", "full prefill beside every request"),
+    )
 
-    def __post_init__(self) -> None:
-        if self.ratio not in (None, "auto") and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
-            raise UsageError(
-                f"ratio is {self.ratio}; choose 0 (full reuse) to 1 (recompute every chunk token), or auto"
-            )
-        if not 0 <= self.shadow <= 1:
-            raise UsageError(f"shadow is {self.shadow}; choose 0 (off) to 1 (full prefill beside every request)")
-        for name in ("chunk_size", "k", "max_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.neighbours < 0:
-            raise UsageError(f"neighbours is {self.neighbours}; choose 0 or more")
-        for name, meaning in (
-            ("memory_gib", "no memory tier"),
-            ("disk_gib", "no limit"),
-            ("quota_gib", "no limit"),
-            ("max_file_mib", "no limit"),
-        ):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 ({meaning}) or more")
-        if self.remote_timeout_s <= 0:
-            raise UsageError(f"remote_timeout_s is {self.remote_timeout_s}; choose more than 0 seconds")
-        if self.backend not in ("transformers", "vllm") and not self.is_served:
-            raise UsageError(
-                f"backend is {redacted(self.backend)!r}; choose transformers, vllm or a server's http://HOST:PORT"
-            )
-        for name, known in (
-            ("mode", ("blend", "full", "prefix", "reuse")),
-            ("order", ("score", "document")),
-            ("eviction", ("lru", "gdsf")),
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("kv_dtype", ("auto", "int8", "fp8")),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
+    @property
+    def generation(self) -> GenerationKeywords:
+        """What `generate` and `stream` take of them."""
+        return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
 
     @property
     def is_served(self) -> bool:
         """Whether the backend is a server: the KV store is then the server's."""
-        return _is_url(self.backend)
+        return is_url(self.backend)
 
     def __repr__(self) -> str:
         """Without passwords, which URLs may hold."""
@@ -154,19 +149,15 @@ def _refusal(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) ->
         return "an embedding model in a folder may bring code"
     if name == "remote":
         return "your documents' KV would go there, and what is there would be believed"
-    if name == "backend" and _is_url(value):
+    if name == "backend" and is_url(value):
         return "your documents and questions would go there, with your API key"
     if name == "store_key_file":
         return "who knows the key can write what is believed"
     if name in ("index", "store") and not _is_inside(value, folder):
         return "it is outside of that folder"
-    if name in ("disk_gib", "quota_gib") and not _is_inside(trusted.get("store", Settings().store), folder):
+    if name == "disk_gib" and not _is_inside(trusted.get("store", Settings().store), folder):
         return "it would evict KV of a store outside of that folder"
     return ""
-
-
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
 
 
 def _is_path(text: str) -> bool:
@@ -206,17 +197,29 @@ def read_environment(environment: Mapping[str, str], names: Collection[str] | No
     return values
 
 
+def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
+    """The type of a setting's values, and the names it may have instead or, a string, has to have.
+
+    >>> setting_type("chunk_size"), setting_type("ratio")
+    ((<class 'int'>, ()), (<class 'float'>, ('auto',)))
+    """
+    hint = get_type_hints(Settings)[name]
+    kinds = (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
+    names = tuple(each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind))
+    plain = [kind for kind in kinds if get_origin(kind) is not Literal and kind is not type(None)]
+    return (plain[0] if plain else str), names
+
+
 def _cast(name: str, value: Any, origin: str) -> Any:
     """`value` as the setting's type; text from the environment is parsed."""
-    hint = get_type_hints(Settings)[name]
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    if any(get_origin(kind) is Literal and value in get_args(kind) for kind in kinds):
+    kind, names = setting_type(name)
+    if value in names:
         return value
     try:
-        if kinds[0] is bool and isinstance(value, str):
+        if kind is bool and isinstance(value, str):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
-        if isinstance(value, bool | float) and kinds[0] is int and (isinstance(value, bool) or value % 1):
+        if isinstance(value, bool | float) and kind is int and (isinstance(value, bool) or value % 1):
             raise ValueError  # int() would round 2.5 and count true as 1
-        return kinds[0](value)
+        return kind(value)
     except (KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"{origin} sets {name} to {value!r}; expected {kinds[0].__name__}") from error
+        raise UsageError(f"{origin} sets {name} to {value!r}; expected {kind.__name__}") from error

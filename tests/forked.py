@@ -31,9 +31,10 @@ from ragblend import precompute, llm, chains, vectorstores
 from ragblend.ingestion import forget as forgetting
 from ragblend.llamaindex import query as llamaindex
 from ragblend.engine.hf import engine as transformers_engine
-from ragblend.engine.store.remote import tier as remote, objects as remote_objects, redis_store as remote_redis
+from ragblend.engine.store.remote import tier as remote, object_values as remote_objects, redis_values as remote_redis
 from ragblend.engine.vllm import launch as vllm_launch
-from ragblend.demo import show, tokenizer
+from ragblend.demo import show
+from tools.demo_model import tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend.corpus import embedders
-from ragblend.corpus.database import ChunkDatabase
 from ragblend.corpus.embedders import HashingEmbedder, MiniLMEmbedder, default_embedder, load_embedder, minilm_installed
+from ragblend.corpus.tables import create_database
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk
@@ -60,8 +60,8 @@ def test_what_was_added_is_there_after_reopening(folder):
     with reopen(folder) as index:
         assert index.sources() == list(FACTS)
         assert (index.num_documents, index.num_chunks) == (3, 7)
-        assert index.document_hash("tea.txt") == "hash of tea.txt"
-        assert index.document_hash("coffee.txt") is None
+        assert index.documents()[""]["tea.txt"] == "hash of tea.txt"
+        assert "coffee.txt" not in index.documents()[""]
         expected = [chunk for source, texts in FACTS.items() for chunk in chunks_of(source, texts, title=source[:3])]
         assert list(index.chunks()) == expected
         assert list(index.chunks("sea.txt")) == expected[5:]
@@ -144,7 +144,7 @@ def test_update_replaces_and_says_what_changed(folder):
         assert change.added == (new[1],)
         assert change.kept == (old[0],)
         assert [chunk.id for chunk in change.removed] == [old[1].id]
-        assert index.document_hash("tea.txt") == "new hash"
+        assert index.documents()[""]["tea.txt"] == "new hash"
         assert best(index, "oolong") == "Oolong lies in between."
         assert "Black tea is fully oxidised." not in {hit.chunk.text for hit in index.search("black tea", 7)}
     with reopen(folder) as index:
@@ -165,11 +165,11 @@ def test_remove_forgets_a_document_and_only_that(folder):
 
 def test_status_is_kept_for_resuming(folder):
     with reopen(folder) as index:
-        index.set_status("tea.txt", "precomputed")
-        assert index.document_status("tea.txt") == "precomputed"
+        index.set_status(["tea.txt"], "precomputed")
+        assert "tea.txt" in index.sources("precomputed")
         assert index.sources("indexed") == ["ada.txt", "sea.txt"]
         with pytest.raises(NotFoundError):
-            index.set_status("coffee.txt", "precomputed")
+            index.set_status(["coffee.txt"], "precomputed")
 
 
 def test_equal_chunks_in_one_document_are_stored_once_and_equal_documents_twice(tmp_path):
@@ -341,7 +341,7 @@ def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, cras
     with pytest.raises(KeyboardInterrupt):
         index.save()
     monkeypatch.undo()
-    index._db.close()  # the process is gone: nothing else of `index` runs
+    index.close()  # the process is gone: nothing else of `index` runs
     with reopen(folder) as index:
         assert best(index, "penguins swim") == "Penguins swim."
         assert index.num_chunks == 8
@@ -366,7 +366,7 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
     with pytest.raises(ZeroDivisionError):
         index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
     monkeypatch.undo()
-    assert index.document_hash("tea.txt") == "hash of tea.txt"
+    assert index.documents()[""]["tea.txt"] == "hash of tea.txt"
     assert [chunk.text for chunk in index.chunks("tea.txt")] == FACTS["tea.txt"]
     index.close()
 
@@ -593,7 +593,8 @@ def test_an_index_that_was_embedded_the_old_way_is_told_apart_and_says_what_to_d
         index.add_document("a", "h", chunks_of("a", ["Ada wrote it."]))
         assert index.manifest.embedder_version == 2
     facts = {"embedder": "minilm", "dim": 384, "chunk_size": 512, "tokenizer": "", "tokenizer_fingerprint": ""}
-    old = ChunkIndex(ChunkDatabase.create(tmp_path / "old", facts), is_new=True)  # as it was written before
+    create_database(tmp_path / "old", facts)
+    old = ChunkIndex(tmp_path / "old", is_new=True)  # as it was written before
     assert old.manifest.embedder_version == 1
     with pytest.raises(StoreMismatchError, match=r"version 1 of 'minilm', this is version 2.*ingest DOCS --index NEW"):
         old.search("Who?")

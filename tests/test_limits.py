@@ -27,7 +27,8 @@ from ragblend.config import Settings, load_settings
 from ragblend.corpus.documents import open_source, read_documents
 from ragblend.corpus.folders import walk
 from ragblend.corpus.pages import read_page
-from ragblend.corpus.texts import ChunkRegistry, TextIndex
+from ragblend.corpus.text_index import TextIndex
+from ragblend.corpus.texts import ChunkRegistry
 from ragblend.errors import UnreadableDocumentError, UsageError
 from ragblend.frameworks import boundaries as recovery_module
 from ragblend.frameworks.boundaries import _may_cut, recover
@@ -173,7 +174,7 @@ def test_boundaries_and_ids_of_the_texts_in_this_repository_are_what_they_were(
 ) -> None:
     """The keys of existing stores are made of them."""
     segmenter, found, count = demo_segmenter(), hashlib.sha256(), 0
-    for path in [*sorted((ROOT / "data" / "demo-corpus").glob("*.md")), ROOT / "LICENSE"]:
+    for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
         for chunk in split(Document(path.read_text()), segmenter.count_tokens, max_tokens):
             found.update(repr((path.name, chunk.start, chunk.end, segmenter.chunk_ids(chunk))).encode())
             count += 1

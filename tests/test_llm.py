@@ -47,6 +47,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, kee
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Part
 from ragblend.prompt.segmenter import Segmenter
 
@@ -233,7 +234,7 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
     first = {"mode": "reuse", "rule": "first_k", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
-    assert engine.options == [{"recompute_ratio": None, **first}, {**first, **second}]
+    assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
@@ -731,9 +732,9 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
         ({"recompute_ratio": 2.0}, ValidationError),
         ({"recompute_ratio": "most"}, ValidationError),
         ({"recompute_rato": 0.2}, ValidationError),
-        ({"max_tokens": 0}, UsageError),
+        ({"max_tokens": 0}, ValidationError),
         ({"rule": "best"}, UsageError),
-        ({"temperature": -1.0}, UsageError),
+        ({"temperature": -1.0}, ValidationError),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], engine: TransformersEngine) -> None:
@@ -795,7 +796,7 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
 
 
 def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
-    options = {"memory_gib": 0, "disk_gib": 2, "eviction": "gdsf", "kv_dtype": "int8", "shadow": 1.0}
+    options = {"memory_gib": 0, "disk_gib": 2, "kv_dtype": "int8", "shadow": 1.0}
     llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)
     (disk,) = llm.engine.store.tiers
     assert (disk.capacity_bytes, llm.engine.store.kv_dtype) == (2 << 30, "int8")

@@ -25,14 +25,14 @@ from tempfile import TemporaryDirectory
 import matplotlib.pyplot as plt
 
 from ragblend import SegmentedPrompt, ingest, load_engine
-from ragblend.demo.corpus import build_corpus, write_corpus
+from ragblend.demo.corpus import sample_corpus
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
 folder = Path(workplace.name)
-corpus = build_corpus()
+corpus = sample_corpus()
 questions = corpus.questions
-write_corpus(corpus, folder / "corpus")
+corpus.write(folder / "corpus")
 print(corpus.records[0].markdown)
 
 # %% [markdown]
@@ -117,7 +117,7 @@ for number, chunk in enumerate(report.chunks, start=1):
 request = engine.request(prompt_for(asked[shown].text), recompute_ratio=0.15)
 recomputed = set(engine.prefill(request).recomputed.tolist())
 
-gold = [span["text"] for span in corpus.gold(asked[shown])]
+gold = [span["text"] for span in asked[shown].gold]
 texts = [chunk.text for chunk in prompt_for(asked[shown].text).chunks]
 drawn = [number for number, text in enumerate(texts) if any(sentence in text for sentence in gold)] or [0]
 PER_LINE = 20  # tokens

@@ -27,15 +27,14 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from ragblend import ChatBlend, ingest, load_engine
 from ragblend.chains import BlendRetriever, create_blend_chain
-from ragblend.demo.corpus import build_corpus, write_corpus
-from ragblend.demo.questions import REFERENCE_KINDS
+from ragblend.demo.corpus import REFERENCE_KINDS, sample_corpus
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
 folder = Path(workplace.name)
-corpus = build_corpus()
+corpus = sample_corpus()
 questions = corpus.questions
-write_corpus(corpus, folder / "corpus")
+corpus.write(folder / "corpus")
 engine = load_engine("demo", store=folder / "kv")
 index = open_engine_index(folder / "index", engine, "hashing", chunk_size=112)
 done = ingest(folder / "corpus", engine, index, chunk_size=112, glob="*.md")

@@ -27,16 +27,15 @@ from llama_index.core.postprocessor import PrevNextNodePostprocessor
 from llama_index.core.schema import NodeRelationship, TextNode
 
 from ragblend import ingest, load_engine
-from ragblend.demo.corpus import build_corpus, write_corpus
-from ragblend.demo.questions import REFERENCE_KINDS
+from ragblend.demo.corpus import REFERENCE_KINDS, sample_corpus
 from ragblend.llamaindex import BlendIndexRetriever, BlendLLM, BlendQueryEngine
 from ragblend.precompute import open_engine_index
 
 workplace = TemporaryDirectory()
 folder = Path(workplace.name)
-corpus = build_corpus()
+corpus = sample_corpus()
 questions = corpus.questions
-write_corpus(corpus, folder / "corpus")
+corpus.write(folder / "corpus")
 engine = load_engine("demo", store=folder / "kv")
 index = open_engine_index(folder / "index", engine, "hashing", chunk_size=112)
 done = ingest(folder / "corpus", engine, index, chunk_size=112, glob="*.md")

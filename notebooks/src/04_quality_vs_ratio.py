@@ -28,14 +28,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.corpus import build_corpus
-from ragblend.demo.questions import REFERENCE_KINDS
+from ragblend.demo.corpus import REFERENCE_KINDS, sample_corpus
 
 NUM_QUESTIONS = 24
 RULES = ("cacheblend", "cacheblend_gradual", "cacheblend_k", "first_k", "random")
 RATIOS = (0.1, 0.15, 0.2, 0.3, 0.6)  # 0 and 1 are the same for every rule
 
-corpus = build_corpus()
+corpus = sample_corpus()
 questions = [item for item in corpus.questions if item.kind in REFERENCE_KINDS]
 questions = [questions[i * len(questions) // NUM_QUESTIONS] for i in range(NUM_QUESTIONS)]
 paragraphs = [text for record in corpus.records for text in record.chunks]
@@ -54,7 +53,7 @@ rng = random.Random(0)
 
 def make_prompt(item):
     """The pairs of paragraphs with the answer and two others, in the corpus's order; then the question."""
-    own = {chunk // 2 for chunk in item.gold_chunks}
+    own = {chunk // 2 for chunk in corpus.gold_chunks(item)}
     others = [pair for pair in range(len(paragraphs) // 2) if pair not in own]
     pairs = sorted([*own, *rng.sample(others, 2)])
     chosen = [place for pair in pairs for place in (2 * pair, 2 * pair + 1)]

@@ -28,7 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.corpus import build_corpus
+from ragblend.demo.corpus import sample_corpus
 from ragblend.errors import RagblendError
 
 workplace = TemporaryDirectory()
@@ -73,9 +73,9 @@ if own_model:
     ]
     question, gold = "Who repairs clocks? Answer with the full name only.", "Tomas Reed"
 else:
-    corpus = build_corpus()
+    corpus = sample_corpus()
     item = next(item for item in corpus.questions if item.kind == "cross_ref")
-    own = next(record for record in corpus.records if record.filename == corpus.gold(item)[0]["source"])
+    own = next(record for record in corpus.records if record.filename == item.gold[0]["source"])
     other = next(record for record in corpus.records if record != own)
     chunks = [*other.chunks[:2], *own.chunks]
     question, gold = item.text, item.answer

@@ -141,7 +141,7 @@ def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, see
         raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
     chunks = list(index.chunks())
     if model == "demo":
-        from ragblend.demo.ask_about import questions_about
+        from ragblend.demo.corpus import questions_about
 
         return questions_about((chunk.text for chunk in chunks), count, seed)
     return generate_questions(chunks, count, seed)

@@ -173,7 +173,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
 def tier_options(settings: Settings) -> dict[str, Any]:
     """What `load_engine` and `open_store` take of the settings."""
-    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib", "kv_dtype")
+    names = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "kv_dtype")
     return {name: getattr(settings, name) for name in names}
 
 

@@ -1,6 +1,6 @@
 """What `ragblend demo` does: ingest the sample corpus, ask about it in all four modes, print the answers side by side.
 
-The corpus is generated where the demo keeps its index, so an installed package needs no data files.
+The corpus comes with the package; it is written where the demo keeps its index.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.demo.corpus import Corpus, build_corpus, write_corpus
-from ragblend.demo.questions import REFERENCE_KINDS, Question
+from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
@@ -48,8 +47,8 @@ class Demo:
 @contextmanager
 def open_demo(directory: Path, progress: Progress | None = None) -> Iterator[Demo]:
     """The sample corpus, written to `directory` and ingested there: `corpus`, `index` and `kv`."""
-    corpus = build_corpus()
-    write_corpus(corpus, directory / CORPUS)
+    corpus = sample_corpus()
+    corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
         load_engine("demo", directory / "kv", new_model=True) as engine,
@@ -199,7 +198,7 @@ def _shortened(text: str, limit: int = 100) -> str:
 def _ask_prepared(demo: Demo, question: Question) -> dict[str, Any]:
     """A question of the corpus in every mode, with its gold answer, kind and gold spans."""
     row = ask_all_modes(demo, question.text)
-    return {**row, "answer": question.answer, "kind": question.kind, "gold": demo.corpus.gold(question)}
+    return {**row, "answer": question.answer, "kind": question.kind, "gold": list(question.gold)}
 
 
 def _sources(hits: Sequence[SearchHit]) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, Unpack
 
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.report import Generation, Mode, RatioChoice
+from ragblend.engine.report import Generation
 from ragblend.engine.store.base import KVStore
+from ragblend.options import GenerationKeywords
 from ragblend.prompt.prompt import Part, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -26,7 +27,8 @@ class Stream(Protocol):
 class Engine(Protocol):
     """A model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
 
-    `precompute` returns the bytes stored, 0 when the chunk's KV was there already; `forget` drops it, if it was.
+    `generate` and `stream` take GenerationOptions by name. `precompute` returns the bytes stored, 0 when the chunk's KV
+    was there already; `forget` drops it, if it was.
     """
 
     @property
@@ -49,32 +51,8 @@ class Engine(Protocol):
     def precompute(self, chunk: Part) -> int: ...
     def prefetch(self, chunks: Sequence[Part]) -> None: ...  # into the fastest tier, in the background; a hint
     def forget(self, chunk: Part) -> bool: ...
-    def generate(
-        self,
-        prompt: SegmentedPrompt,
-        *,
-        mode: Mode = "blend",
-        rule: str = "auto",
-        recompute_ratio: RatioChoice = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] | None = None,
-    ) -> Generation: ...
-    def stream(
-        self,
-        prompt: SegmentedPrompt,
-        *,
-        mode: Mode = "blend",
-        rule: str = "auto",
-        recompute_ratio: RatioChoice = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] | None = None,
-    ) -> Stream: ...
+    def generate(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> Generation: ...
+    def stream(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> Stream: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(

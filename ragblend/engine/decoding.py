@@ -6,48 +6,32 @@ Knows tensors and strings. Knows nothing about models, KV or tokenizers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ragblend.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose tokens. `temperature` 0 is greedy; `top_p` keeps the smallest set of tokens with that mass."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # NaN fails too
-            raise UsageError(f"temperature is {self.temperature}; choose 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; choose more than 0, at most 1")
+from ragblend.options import GenerationOptions
 
 
 class Sampler:
     """Chooses one token per call; keeps its own random state, so requests do not disturb each other."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, options: GenerationOptions) -> None:
+        self._options = options
         self._generator = torch.Generator()
-        if sampling.seed is None:
+        if options.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
+            self._generator.manual_seed(options.seed)
 
     def choose(self, logits: Tensor) -> int:
         """A token id from `logits` [vocabulary]."""
-        if self._sampling.temperature == 0:
+        if self._options.temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits.float().cpu() / self._sampling.temperature).softmax(dim=-1)
+        probabilities = (logits.float().cpu() / self._options.temperature).softmax(dim=-1)
         ordered, ids = probabilities.sort(descending=True)
         # A token stays while the mass before it is below top_p, so the first always stays.
-        ordered[ordered.cumsum(dim=-1) - ordered >= self._sampling.top_p] = 0
+        ordered[ordered.cumsum(dim=-1) - ordered >= self._options.top_p] = 0
         return int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
 
 
@@ -55,8 +39,6 @@ class StopScanner:
     """Passes text through until a stop string appears; holds back what could still become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        if any(not text for text in stop):
-            raise UsageError("a stop string is empty; remove it")
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False

@@ -12,28 +12,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from torch import Tensor
 
-from ragblend.engine.decoding import Sampler, Sampling, StopScanner
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.decoding import Sampler, StopScanner
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import Check
-from ragblend.engine.report import MODES, BlendReport, Generation, Mode, RatioChoice
+from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import Fit
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
+from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
 
 log = logging.getLogger(__name__)
-
-
-def check_options(mode: str, max_tokens: int) -> None:
-    """Raise UsageError for options that no engine knows."""
-    if mode not in MODES:
-        raise UsageError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}; choose 1 or more")
 
 
 @dataclass(slots=True)
@@ -47,34 +40,24 @@ class Conversation:
     fused: FusedKV | None = None
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate`, `stream` and `request`; see the engine's `request`."""
+class Options(GenerationKeywords, total=False):
+    """Keyword arguments of the transformers engine's `generate`, `stream` and `request`; see there."""
 
-    mode: Mode
-    rule: str
-    recompute_ratio: RatioChoice
     checks: Sequence[Check] | None
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int | None
-    stop: Sequence[str] | None
     conversation: Conversation | None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and everything it was asked with."""
+    """One prompt and how it is answered: `options` are what was asked for, mode, rule and ratio what is to run."""
 
     prompt: TokenizedPrompt
     mode: Mode
     rule: str
     ratio: float
-    checks: tuple[Check, ...] | None
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    conversation: Conversation | None
+    options: GenerationOptions
+    checks: tuple[Check, ...] | None = None
+    conversation: Conversation | None = None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
     adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
 
@@ -163,16 +146,16 @@ class GenerationStream:
         if engine.closed:
             return
         prefilled = engine.prefill(request)
-        sampler = Sampler(request.sampling)
+        sampler = Sampler(request.options)
         token = sampler.choose(prefilled.logits)
         result.report = report = prefilled.report
         report.ttft_s = perf_counter() - self._start_s
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
-        text, scanner = TextStream(engine.segmenter), StopScanner(request.stop)
+        text, scanner = TextStream(engine.segmenter), StopScanner(request.options.stops)
         ends = engine.stop_ids()
-        limit = min(request.max_tokens, engine.context_length - request.prompt.num_tokens)
+        limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
         try:
             while not engine.closed:

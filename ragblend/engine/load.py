@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
     from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
-from ragblend.engine.store.open import StoreOptions, open_store, tier_defaults
+from ragblend.engine.store.open import open_store
+from ragblend.options import TierKeywords, TierOptions, is_url
 
 
 @overload
@@ -33,7 +34,7 @@ def load_engine(
     shadow: float = 0.0,
     new_model: bool = False,
     trust_remote_code: bool = False,
-    **tiers: Unpack[StoreOptions],
+    **tiers: Unpack[TierKeywords],
 ) -> TransformersEngine: ...
 
 
@@ -55,7 +56,7 @@ def load_engine(
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
-    **tiers: Unpack[StoreOptions],
+    **tiers: Unpack[TierKeywords],
 ) -> Engine: ...
 
 
@@ -76,12 +77,12 @@ def load_engine(
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
-    **tiers: Unpack[StoreOptions],
+    **tiers: Unpack[TierKeywords],
 ) -> Engine:
     """A model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
-    `tiers` are the budgets, remote, eviction, quotas and dtype of `open_store`; a KVStore that is passed has its own.
+    `tiers` are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
 
@@ -99,7 +100,7 @@ def load_engine(
             model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")), dtype=dtype,
             device=device, namespace=namespace, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    if backend.startswith(("http://", "https://")):
+    if is_url(backend):
         if dtype != "auto" or device != "auto" or vllm_options:
             raise UsageError(
                 f"dtype, device and vllm_options are set where the server starts, not with {redacted(backend)}"
@@ -114,7 +115,7 @@ def load_engine(
         if device != "auto":
             raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
         return _load_vllm(
-            model, store, dtype, vllm_options or {}, {**tier_defaults(), **tiers},
+            model, store, dtype, vllm_options or {}, TierOptions(**tiers).tiers,
             options, new_model, trust_remote_code,
         )  # fmt: skip
     if backend != "transformers":
@@ -158,8 +159,7 @@ def load_engine(
 
 def _command_flags(store: str | Path | None, **settings: Any) -> str:
     """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees."""
-    served = settings["backend"].startswith(("http://", "https://"))
-    if store is None and not served:
+    if store is None and not is_url(settings["backend"]):
         return ""
     defaults = {"backend": "transformers", "dtype": "auto", "device": "auto"}
     words: list[str] = []
@@ -174,10 +174,9 @@ def _without_password(url: str | None) -> str | None:
     return None if url is None or has_secret(url) else url
 
 
-def _refuse_tiers(tiers: StoreOptions, url: str) -> None:
+def _refuse_tiers(tiers: TierKeywords, url: str) -> None:
     """Raise UsageError for settings of a store that is not opened here: with `url` it is the server's."""
-    defaults = tier_defaults()
-    changed = sorted(name for name, value in tiers.items() if value != defaults[name])
+    changed = sorted(name for name, value in tiers.items() if value != getattr(TierOptions(), name))
     if changed:
         settings = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
         raise UsageError(

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ragblend.engine.agreement import ShadowReport
+from ragblend.options import MODES as MODES
+from ragblend.options import Mode as Mode
+from ragblend.options import RatioChoice as RatioChoice
 
-Mode = Literal["blend", "full", "prefix", "reuse"]
-MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 PrefixMatch = Literal["exact", "approximate"]
-RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 
 
 @dataclass(slots=True)

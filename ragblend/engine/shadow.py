@@ -104,15 +104,15 @@ def compare_with_full(engine: DecodingEngine, request: Request, logits: Tensor, 
     Full prefill reads the text as it was sent, see `Segmenter.as_sent`.
     The answers are compared where both are greedy and `answer` was not broken off; otherwise only the first token is.
     """
-    comparable = request.sampling.temperature == 0 and answer.finish_reason != "cancelled"
-    max_tokens = request.max_tokens if comparable else 1
+    comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
+    options = request.options if comparable else replace(request.options, max_tokens=1)
     kept: list[Tensor] = []
 
     def keep(prefilled: Prefilled, _: Generation) -> None:
         kept.append(prefilled.logits)
 
     prompt = engine.segmenter.as_sent(request.prompt)
-    full = replace(request, prompt=prompt, mode="full", conversation=None, max_tokens=max_tokens)
+    full = replace(request, prompt=prompt, mode="full", conversation=None, options=options)
     same = runs_alike(GenerationStream(engine, full, keep), answer)
     return ShadowReport(
         int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None

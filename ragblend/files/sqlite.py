@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.directory import full_problem, refusal
@@ -54,6 +55,25 @@ def connect(path: Path, way_out: str, *, create: bool = False) -> sqlite3.Connec
         connection.close()
         raise
     return connection
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
+    """All or nothing: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time.
+
+    Inside of another one it is part of that.
+    """
+    if connection.in_transaction:
+        yield
+        return
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
 
 
 def row_checksum(*columns: object) -> int:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from ragblend.corpus.texts import TextIndex
+from ragblend.corpus.text_index import TextIndex
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Part, joined_texts
 from ragblend.prompt.segmenter import any_of

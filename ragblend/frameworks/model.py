@@ -26,10 +26,10 @@ from weakref import WeakSet, WeakValueDictionary
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from ragblend.corpus.texts import ChunkRegistry, registry_of
-from ragblend.engine.report import MODES, Generation, Mode, RatioChoice
-from ragblend.engine.store.open import StoreOptions
+from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
+from ragblend.options import TIER_NAMES, GenerationOptions, Mode, RatioChoice, is_url
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
 from ragblend.redaction import redacted, without_secrets
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ragblend.engine.notices import Notices
 
 T = TypeVar("T")
-
-DEFAULT_MAX_TOKENS = 256
 
 
 class UnrecognisedChunkError(RagblendError):
@@ -56,28 +54,25 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOptions:
+class CallOptions(GenerationOptions):
     """Everything one call may set; the model's own fields are the defaults."""
 
-    mode: Mode = "blend"
-    rule: str = "auto"
-    recompute_ratio: RatioChoice = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: Sequence[str] | None = None
     timeout: float | None = None
     separator: str | None = None
     strict: bool = False
     segments: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        GenerationOptions.__post_init__(self)
+        if self.separator is not None:
+            check_separator(self.separator)
 
 
 _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 # What `load_engine` takes and no field is for.
-_ENGINE_OPTIONS = frozenset({*StoreOptions.__annotations__, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
+_ENGINE_OPTIONS = frozenset({*TIER_NAMES, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
 _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "dtype", "device", "system", "namespace", "on_miss", "max_retries"}
     | {"vllm_options", "engine_options"}
@@ -119,7 +114,7 @@ class BlendModel(BaseModel):
     mode: Mode = "blend"
     rule: str = "auto"
     recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = GenerationOptions().max_tokens
     temperature: float | None = 0.0
     top_p: float | None = None
     seed: int | None = None
@@ -128,7 +123,7 @@ class BlendModel(BaseModel):
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
     vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
-    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, eviction, shadow, ...
+    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, shadow, ...
     separator: str | None = None
     strict: bool = False
     max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
@@ -140,7 +135,7 @@ class BlendModel(BaseModel):
         """Check the settings, then load or share the engine."""
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
-        _check(self)
+        self._with({})
         unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
         if unknown:
             known = ", ".join(sorted(_ENGINE_OPTIONS))
@@ -179,7 +174,7 @@ class BlendModel(BaseModel):
         if self.engine is None:
             self.opened_with = self._engine_settings()
             secret = getattr(api_key, "get_secret_value", lambda: api_key)()
-            options = self.opened_with | ({"api_key": secret or None} if _is_served(self) else {})
+            options = self.opened_with | ({"api_key": secret or None} if is_url(self.backend) else {})
             self.engine = share_engine(options.pop("model"), options.pop("store"), **options)
         _CLOSE_AT_EXIT.add(self.engine)
         if self.registry is None:
@@ -261,10 +256,11 @@ class BlendModel(BaseModel):
         unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_TOOL_ARGUMENTS)]
         if unknown:
             raise UsageError(f"the call has {unknown[0]}=...; what a call may set is {', '.join(_OPTION_NAMES)}")
+        return self._with({name: call[name] for name in _OPTION_NAMES if name in call})
+
+    def _with(self, call: Mapping[str, Any]) -> CallOptions:
         own = {name: getattr(self, name) for name in _OPTION_NAMES if name != "segments"}
-        options = CallOptions(**own | {name: call[name] for name in _OPTION_NAMES if call.get(name) is not None})
-        _check(options)
-        return options
+        return CallOptions(**{name: value for each in (own, call) for name, value in each.items() if value is not None})
 
     def _check_strict(self, prompt: SegmentedPrompt, turns: Iterable[Turn], options: CallOptions) -> None:
         found = {chunk.text for chunk in prompt.chunks}
@@ -296,20 +292,9 @@ class BlendModel(BaseModel):
 
     def _open(self, request: Request) -> Stream:
         """The answer as a stream, not started yet; arguments and prompt length are checked here."""
-        options = request.options
         self._note_prompt(request)
-        more = {name: getattr(options, name) for name in ("top_p", "seed") if getattr(options, name) is not None}
         engine: Engine = self.engine
-        return engine.stream(
-            request.prompt,
-            mode=options.mode,
-            rule=options.rule,
-            recompute_ratio=options.recompute_ratio,
-            max_tokens=DEFAULT_MAX_TOKENS if options.max_tokens is None else options.max_tokens,
-            temperature=options.temperature or 0.0,
-            stop=options.stop or None,
-            **more,
-        )
+        return engine.stream(request.prompt, **request.options.keywords)
 
     def _note_prompt(self, request: Request) -> None:
         """Tell the engine of a prompt in which no chunk was recognised: it may hold documents all the same."""
@@ -355,17 +340,6 @@ def no_tools_message(model: BlendModel, what: str) -> str:
     )
 
 
-def _check(settings: Any) -> None:
-    """Raise UsageError for settings that no call could use. Everything else the engine checks itself."""
-    if settings.mode not in MODES:
-        raise UsageError(f"mode is {settings.mode!r}; choose one of {', '.join(MODES)}")
-    ratio = settings.recompute_ratio
-    if ratio not in (None, "auto") and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
-        raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (reuse) to 1 (full prefill), or 'auto'")
-    if settings.separator is not None:
-        check_separator(settings.separator)
-
-
 def _shown(value: Any) -> Any:
     """A setting without passwords and tokens."""
     if isinstance(value, Mapping):
@@ -373,13 +347,9 @@ def _shown(value: Any) -> Any:
     return redacted(value) if isinstance(value, str) else value
 
 
-def _is_served(model: BlendModel) -> bool:
-    return model.backend.startswith(("http://", "https://"))
-
-
 def _backend_options(model: BlendModel) -> dict[str, Any]:
     """What `load_engine` takes beside the ordinary, for this backend; no secrets."""
-    if _is_served(model):
+    if is_url(model.backend):
         return {"max_retries": model.max_retries}
     return {"vllm_options": model.vllm_options} if model.vllm_options else {}
 

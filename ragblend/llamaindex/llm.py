@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
-from ragblend.frameworks.model import DEFAULT_MAX_TOKENS, BlendModel, Request, Turn, iterate_in_thread, run_in_thread
+from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
 
 try:
     from llama_index.core.base.llms.types import (
@@ -71,7 +71,7 @@ class BlendLLM(BlendModel, CustomLLM):
         """Context window and names, which decide how LlamaIndex packs prompts."""
         return LLMMetadata(
             context_window=self.engine.context_length,
-            num_output=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            num_output=self._with({}).max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model,
         )

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 
 from ragblend.config import Settings
-from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
@@ -44,6 +43,7 @@ from ragblend.engine.vllm.answer import VllmRequest, blend_params
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.options import GenerationOptions
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
 
 Tell = Callable[[str], None]
@@ -197,7 +197,7 @@ class _OnTransformers:
 
     def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Seconds until the prompt's first logits."""
-        request = Request(prompt, mode, rule, ratio, None, 1, Sampling(), (), None)
+        request = Request(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
         start_s = perf_counter()
         prefilled = self._engine.prefill(request)
         if prefilled.logits.device.type == "cuda":
@@ -234,7 +234,7 @@ class _OnVllm:
         params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
         num_hits = 0
         start_s = perf_counter()
-        for delta in self._engine.deltas(VllmRequest(prompt, params, 1, Sampling(), ())):
+        for delta in self._engine.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1))):
             num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
         seconds = perf_counter() - start_s
         if mode == "blend" and num_hits < len(params.spans):

@@ -105,7 +105,7 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
     if options.api_key:
         added[API_KEY] = options.api_key
     if remote is not None:
-        added["RAGBLEND_REMOTE"] = remote  # see vllm_config.TIER_SETTINGS
+        added["RAGBLEND_REMOTE"] = remote  # where the connector looks for what it is not told
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
 

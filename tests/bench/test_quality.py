@@ -59,19 +59,19 @@ from ragblend.bench.quality.study import (
 )
 from ragblend.bench.quality.tables import corpus_table, length_lines, stories_table
 from ragblend.cli.app import app
-from ragblend.demo.cases import Setting, make_cases
-from ragblend.demo.questions import KINDS
-from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.engine.fusion.rules import RULES, find_rule
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.prompt.prompt import Chunk
+from tools.demo_model.cases import Setting, make_cases
 from tools.demo_model.evaluate import full_logits, reuse_logits
 from tools.demo_model.model import load_shipped
+from tools.demo_model.questions import KINDS
+from tools.demo_model.tokenizer import build_tokenizer
 
 WEIGHTS = Path(__file__).parents[2] / "ragblend" / "demo" / "weights"
-CORPUS = Path(__file__).parents[2] / "data" / "demo-corpus"
+CORPUS = Path(__file__).parents[2] / "ragblend" / "demo" / "records"
 SMALL = QualityConfig(
     num_questions=14,
     num_multi_hop=0,

@@ -19,7 +19,8 @@ from commands import run_command
 from servers import RedisServer
 
 from ragblend.cli import app as cli
-from ragblend.demo.corpus import build_corpus, write_corpus
+from ragblend.demo import WEIGHTS
+from ragblend.demo.corpus import sample_corpus
 
 MODES = ("full", "prefix", "reuse", "blend")
 COMMANDS = (
@@ -50,7 +51,7 @@ COMMANDS = (
 def home(tmp_path_factory) -> Path:
     """A directory with an ingested corpus."""
     home = tmp_path_factory.mktemp("home")
-    write_corpus(build_corpus().first(4), home / "docs")
+    sample_corpus().first(4).write(home / "docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setattr(sys, "argv", ["ragblend", *INGEST])
@@ -529,7 +530,7 @@ def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((Path(cli.__file__).parent / "demo" / "weights" / name).read_bytes())
+        (tmp_path / "m" / name).write_bytes((WEIGHTS / name).read_bytes())
     code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
     assert code == 1
     assert "sliding_attention" in err.replace("\n", " ")

@@ -11,7 +11,7 @@ import pytest
 from commands import run_command
 
 from ragblend.cli import app as cli
-from ragblend.demo.corpus import build_corpus, write_corpus
+from ragblend.demo.corpus import sample_corpus
 
 PLACE = ["--index", "i", "--store", "s"]
 QUESTION = "What role does James Bell have?"
@@ -30,7 +30,7 @@ TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an ingested corpus."""
     home = tmp_path_factory.mktemp("home")
-    write_corpus(build_corpus().first(2), home / "docs")
+    sample_corpus().first(2).write(home / "docs")
     ingest = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *PLACE]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ragblend import Chunk, open_index
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry, TextIndex, registry_of
+from ragblend.corpus.text_index import TextIndex
+from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry, registry_of
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.corpus import build_corpus, write_corpus
+from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.upkeep.maintenance import verify_store
+from tools.demo_model import corpus as corpus_of_seed
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
@@ -49,7 +50,7 @@ print(done)
 
 def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
     for seed in range(3):
-        write_corpus(build_corpus(seed), tmp_path / "corpus" / str(seed))
+        corpus_of_seed.write_corpus(corpus_of_seed.build_corpus(seed), tmp_path / "corpus" / str(seed))
     places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
     command = [sys.executable, "-c", KILLER, *places, str(NUM_KILLS)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -72,7 +73,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flips")
-    write_corpus(build_corpus(), root / "corpus")
+    sample_corpus().write(root / "corpus")
     with load_engine("demo", root / "kv") as engine:
         ingest(root / "corpus", engine, root / "index", chunk_size=112, embedder="hashing", glob="*.md")
     return root
@@ -134,7 +135,7 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
-        write_corpus(build_corpus(), tmp_path / "corpus")
+        sample_corpus().write(tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.check_room = lambda *a: 0\n"
             "from ragblend.cli.app import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"

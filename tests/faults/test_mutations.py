@@ -47,7 +47,7 @@ KINDS = {
     "registry": "kv/texts.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
-    "profile": "kv/profiles/*.json",
+    "calibration": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
     "database": "index/chunks.sqlite",
     "vectors": "index/vectors.faiss",
@@ -116,14 +116,14 @@ def told(work: Path) -> dict[str, Any]:
     disk = DiskStore(work / "kv", create=False)
     with open_index(work / "index") as index, registry_of(disk) as registry:
         vectors = {
-            row: hashlib.md5(index._vectors.reconstruct(row).tobytes()).hexdigest()
-            for row in faiss.vector_to_array(index._vectors.id_map).tolist()
+            row: hashlib.md5(index._vectors.faiss.reconstruct(row).tobytes()).hexdigest()
+            for row in faiss.vector_to_array(index._vectors.faiss.id_map).tolist()
         }
         return {
             "entries": {path.stem: path.read_bytes() for path in work.glob(KINDS["entry"])},
             "pins": disk.pins(),
             "models": disk.models(),
-            "profiles": {path.name: path.read_bytes() for path in work.glob(KINDS["profile"])},
+            "calibrations": {path.name: path.read_bytes() for path in work.glob(KINDS["calibration"])},
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
             "documents": index.documents(),
             "files": index.files(),
@@ -211,7 +211,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
             assert code == 0, (what, said, capsys.readouterr())
             after = told(work)
             for name in whole:
-                if name in ("profiles", "machines", "pins"):  # what cannot be known again is dropped, and said
+                if name in ("calibrations", "machines", "pins"):  # what cannot be known again is dropped, and said
                     assert after[name].items() <= whole[name].items(), f"{what}: other {name}"
                 else:
                     assert after[name] == whole[name], f"{what}: other {name}"

@@ -17,7 +17,7 @@ from tier_support import assert_same
 from ragblend.engine.store.kv import ChunkKV, in_memory
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.prompt.prompt import SegmentedPrompt

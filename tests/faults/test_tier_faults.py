@@ -23,8 +23,8 @@ from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.objects import ObjectValues
-from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.object_values import ObjectValues
+from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import StoreNotWritableError
@@ -256,7 +256,7 @@ kvs = [make_kv(seed, tokens=20, num_layers=3, namespace="ab"[seed % 2]) for seed
 
 def work(number):
     rng = random.Random(number)
-    disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000, policy="lru" if number % 2 else "gdsf")
+    disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000)
     store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url, timeout_s=60))
     hits = 0
     for _ in range(requests):

@@ -183,7 +183,7 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         answers.append((places, answer.token_ids, answer.report.num_reused_tokens))
     return {
         "chunks": {source: list(index.chunks(source)) for source in sorted(index.sources())},
-        "hashes": {source: index.document_hash(source) for source in index.sources()},
+        "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
         "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
         "leftovers": index.leftovers().last_id,

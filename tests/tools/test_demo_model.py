@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragblend.demo import WEIGHTS
-from ragblend.demo.cases import Case, Setting, make_cases
-from ragblend.demo.tokenizer import build_tokenizer
+from tools.demo_model.cases import Case, Setting, make_cases
 from tools.demo_model.evaluate import full_logits, is_exact, reuse_logits
 from tools.demo_model.export import PROMPT_FORMAT, export
 from tools.demo_model.model import DemoModel, ModelConfig, load_shipped, mimetic_init, num_parameters, rope
+from tools.demo_model.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

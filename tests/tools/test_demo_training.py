@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragblend.demo.tokenizer import build_tokenizer
 from tools.demo_model.rows import MAX_POSITIONS, RowMaker, RowPlan
+from tools.demo_model.tokenizer import build_tokenizer
 from tools.demo_model.train import STAGES, Trainer, stage_ends
 
 EASY = RowPlan(64, induction=0.35, pairs=0.33, easy=True)

@@ -83,9 +83,9 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
 
 def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
     url = "redis://:pass-word@cache:6379/0"
-    made = launch(store=str(tmp_path), tiers={"disk_gib": 3.0, "eviction": "gdsf", "remote": url})
+    made = launch(store=str(tmp_path), tiers={"disk_gib": 3.0, "kv_dtype": "int8", "remote": url})
     config = extra(made.command)
-    assert (config["disk_gib"], config["eviction"]) == (3.0, "gdsf")
+    assert (config["disk_gib"], config["kv_dtype"]) == (3.0, "int8")
     assert "pass-word" not in " ".join(made.command)
     assert "pass-word" not in made.shown()
     for name, value in made.environment.items():

@@ -43,7 +43,7 @@ and every piece of text starts with a space, since words are single tokens only 
 
 RECIPE = """## Data
 
-Generated while training and never repeated (`ragblend/demo/world.py`, `stories.py`, `rows.py`): stories of several
+Generated while training and never repeated (`tools/demo_model/world.py`, `stories.py`, `rows.py`): stories of several
 runs of chunks; a run may refer back ("The company", "She") to the most recent entity of that type in an earlier
 chunk; few relations per story, so that several values of one type compete. Kinds of questions: one fact
 (`one_hop`), a fact whose subject only an earlier chunk names (`cross_ref`), two facts (`two_hop_chunk`,

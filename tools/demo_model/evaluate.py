@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ragblend.demo import WEIGHTS
-from ragblend.demo.cases import Case, Setting, make_cases
-from ragblend.demo.questions import REFERENCE_KINDS
-from ragblend.demo.tokenizer import build_tokenizer
 from ragblend.intervals import wilson_interval
+from tools.demo_model.cases import Case, Setting, make_cases
 from tools.demo_model.model import DemoModel, load_shipped, rope, rotate
+from tools.demo_model.questions import REFERENCE_KINDS
+from tools.demo_model.tokenizer import build_tokenizer
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from ragblend.demo import WEIGHTS
-from ragblend.demo.tokenizer import (
+from ragblend.engine.hf.model import CHECKSUMS
+from tools.demo_model.model import DemoModel, ModelConfig, to_hugging_face
+from tools.demo_model.tokenizer import (
     ANSWER,
     BOS,
     DOC,
@@ -27,8 +29,6 @@ from ragblend.demo.tokenizer import (
     save_tokenizer,
     token_id,
 )
-from ragblend.engine.hf.model import CHECKSUMS
-from tools.demo_model.model import DemoModel, ModelConfig, to_hugging_face
 
 PROMPT_FORMAT = {
     "prefix": BOS,

@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ragblend.demo import world
-from ragblend.demo.questions import Question, all_questions
-from ragblend.demo.stories import Plan, Story, focus, tell
-from ragblend.demo.tokenizer import ANSWER, BOS, DOC, EOS, PAD, QUESTION, SYSTEM, SYSTEM_TEXTS, encode, token_id
+from tools.demo_model import world
+from tools.demo_model.questions import Question, all_questions
+from tools.demo_model.stories import Plan, Story, focus, tell
+from tools.demo_model.tokenizer import ANSWER, BOS, DOC, EOS, PAD, QUESTION, SYSTEM, SYSTEM_TEXTS, encode, token_id
 
 NONE, TEXT, SINGLE, STOP, REPEAT, TWO_HOP, COMPARE, GAP = range(8)
 """Loss groups of a target token: none, running text, one-fact answer, end, repetition, two-hop, comparison, gap."""

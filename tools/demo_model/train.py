@@ -23,10 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from ragblend.demo.cases import Setting, make_cases
-from ragblend.demo.tokenizer import build_tokenizer, encode
-from ragblend.demo.vocab import YEARS
 from tools.demo_model.card import plot_curve
+from tools.demo_model.cases import Setting, make_cases
 from tools.demo_model.evaluate import measure, score
 from tools.demo_model.export import export
 from tools.demo_model.model import (
@@ -41,6 +39,8 @@ from tools.demo_model.model import (
 )
 from tools.demo_model.optim import Muon
 from tools.demo_model.rows import COMPARE, GAP, REPEAT, SINGLE, STOP, TEXT, TWO_HOP, Batch, RowMaker, RowPlan
+from tools.demo_model.tokenizer import build_tokenizer, encode
+from tools.demo_model.vocab import YEARS
 
 LOSS_WEIGHTS = {TEXT: 0.05, SINGLE: 1.0, STOP: 0.1, REPEAT: 0.5, TWO_HOP: 1.0, COMPARE: 1.0, GAP: 1.0}
 NAMES = {SINGLE: "single", TWO_HOP: "two_hop", COMPARE: "comparison", GAP: "not_stated", REPEAT: "repeat"}

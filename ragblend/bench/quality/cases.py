@@ -10,13 +10,13 @@ import zlib
 from typing import Literal, get_args
 
 from ragblend.bench.quality.runs import MAX_ANSWER_TOKENS, MULTI_HOP_KINDS, Item
-from ragblend.demo.cases import Case, Setting, make_cases
-from ragblend.demo.questions import KINDS, Question
-from ragblend.demo.tokenizer import build_tokenizer
-from ragblend.demo.world import HELD_OUT_ONE_IN
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import SegmentedPrompt
+from tools.demo_model.cases import Case, Setting, make_cases
+from tools.demo_model.questions import KINDS, Question
+from tools.demo_model.tokenizer import build_tokenizer
+from tools.demo_model.world import HELD_OUT_ONE_IN
 
 ROOM = 64  # tokens for question and answer
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.prompt.prompt import TokenizedPrompt
 

@@ -98,7 +98,7 @@ class CorpusConfig:
         if not (self.corpus / QUESTIONS).is_file():
             raise NotFoundError(
                 f"no {self.corpus / QUESTIONS}; write the sample corpus: "
-                f"python -m ragblend.demo.corpus --out {self.corpus}"
+                f"python -m tools.demo_model.corpus --out {self.corpus}"
             )
 
     @property

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ragblend.bench.quality.budget import costs_of, ratio_for
 from ragblend.bench.quality.measures import Distance, Reading, distance, read, rouge_l, token_f1
-from ragblend.demo.questions import KINDS, REFERENCE_KINDS
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
@@ -26,6 +25,7 @@ from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.prompt.prompt import SegmentedPrompt
+from tools.demo_model.questions import KINDS, REFERENCE_KINDS
 
 MAX_ANSWER_TOKENS = 32
 MULTI_HOP_KINDS = ("cross_ref", "two_hop_cross", "two_hop_ref")
@@ -215,7 +215,7 @@ def _prefill(engine: TransformersEngine, request: Request, configuration: Config
 def _answer(engine: TransformersEngine, request: Request, prefilled: Prefilled) -> Answer:
     """The greedy answer from there on."""
     log_probs = prefilled.logits.double().log_softmax(-1)
-    token_ids, ended = _decode(engine, prefilled.logits, prefilled.fused, request.max_tokens)
+    token_ids, ended = _decode(engine, prefilled.logits, prefilled.fused, request.options.max_tokens)
     text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
     return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused)
 

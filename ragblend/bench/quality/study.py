@@ -40,13 +40,13 @@ from ragblend.bench.quality.runs import (
     total_row,
 )
 from ragblend.bench.quality.tables import stories_table
-from ragblend.demo.cases import Setting
-from ragblend.demo.questions import KINDS
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.load import load_engine
 from ragblend.errors import UsageError
 from ragblend.intervals import wilson_interval
 from ragblend.precompute import Progress
+from tools.demo_model.cases import Setting
+from tools.demo_model.questions import KINDS
 
 SCHEMA_VERSION = 2
 MIN_CHUNKS, MIN_CHUNK_TOKENS = 4, 16

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import Fused, FusePlan
+from ragblend.engine.fusion.plan import Fused, FusePlan
 from ragblend.engine.report import BlendReport
 
 

@@ -6,8 +6,7 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, TypeVar
@@ -16,146 +15,12 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
-from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, PackingModel
-from ragblend.engine.fusion.rules import Check, Evidence, Rule, num_to_recompute
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, dtype_name
+from ragblend.engine.fusion.plan import Fused, FusePlan
+from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel
+from ragblend.engine.fusion.rules import Evidence, num_to_recompute
+from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
-
-
-class Placement(NamedTuple):
-    """Stored KV and the prompt position it is placed at. `exact`: it was computed behind precisely these tokens.
-
-    What is exact is not recomputed. KV in eight bits, which rounding moved a little, is at ratio 1, so that ratio 1 is
-    full prefill from any store.
-    """
-
-    kv: ChunkKV
-    start: int
-    exact: bool
-
-    @property
-    def end(self) -> int:
-        """Position after the chunk's last token."""
-        return self.start + self.kv.header.num_tokens
-
-
-class FusedKV:
-    """The KV of one prompt: per layer, keys (rotated) and values [H, capacity, D], of which `length` rows are valid.
-
-    Grows when written beyond its capacity, so decoding appends to it. Owned by one request.
-    """
-
-    def __init__(self, layers: list[LayerKV], length: int) -> None:
-        self._layers = layers
-        self.length = length
-
-    @classmethod
-    def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
-        """Room for `capacity` tokens; `shapes[l]` is (H, D of keys, D of values), dtype and device as `like`."""
-        return cls(
-            [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
-        )
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
-
-    def keys(self, layer: int) -> Tensor:
-        """Rotated keys of one layer, [H, capacity, D]."""
-        return self._layers[layer].keys
-
-    def values(self, layer: int) -> Tensor:
-        """Values of one layer, [H, capacity, D]."""
-        return self._layers[layer].values
-
-    def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
-        """Put `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
-        last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
-        if last > self._layers[layer].keys.shape[1]:
-            self._grow(last)
-        self._layers[layer].keys[:, rows] = keys
-        self._layers[layer].values[:, rows] = values
-
-    def _grow(self, needed: int) -> None:
-        # A quarter more at a time keeps the copying linear in the number of decoded tokens.
-        for index, (keys, values) in enumerate(self._layers):
-            more = max(needed, keys.shape[1] + max(64, keys.shape[1] // 4)) - keys.shape[1]
-            self._layers[index] = LayerKV(
-                torch.cat((keys, keys.new_empty(keys.shape[0], more, keys.shape[2])), dim=1),
-                torch.cat((values, values.new_empty(values.shape[0], more, values.shape[2])), dim=1),
-            )
-
-    def copy_front(self, other: FusedKV, count: int) -> None:
-        """Take the first `count` rows of every layer from `other`."""
-        for mine, theirs in zip(self._layers, other._layers, strict=True):
-            mine.keys[:, :count] = theirs.keys[:, :count]
-            mine.values[:, :count] = theirs.values[:, :count]
-        self.length = max(self.length, count)
-
-
-@dataclass(frozen=True, slots=True)
-class FusePlan:
-    """One prompt to fuse: its ids, the stored KV with its places, and how many rows at the front are there already.
-
-    `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier turns).
-    """
-
-    token_ids: Tensor  # [T] int64, on the model's device
-    placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
-    rule: Rule
-    checks: tuple[Check, ...]  # see selection.schedule
-    num_resident: int = 0
-    seed: int = 0
-    num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # adds up evidence where each rank has some of the heads
-    probe_layers: tuple[int, ...] = ()  # where the rule reads the question's attention, ascending; () reads none
-    question_start: int | None = None  # first token of the question; None: what follows the last placed chunk
-    separators: Tensor | None = None  # [T] bool, template tokens of the chunks
-
-    @property
-    def end(self) -> int:
-        """Position after the last token that is fused."""
-        return len(self.token_ids) if self.num_fused is None else self.num_fused
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the last token is computed for its logits; otherwise only KV is wanted, and it is like any other."""
-        return self.num_fused is None
-
-    @property
-    def num_queries(self) -> int:
-        """Tokens of the question, the last token at least."""
-        start = self.question_start
-        if start is None:
-            start = max((placement.end for placement in self.placements), default=self.num_resident)
-        return max(1, len(self.token_ids) - start)
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Tokens of all placed chunks."""
-        return sum(placement.kv.header.num_tokens for placement in self.placements)
-
-
-@dataclass(slots=True)
-class Fused:
-    """What fusing found: logits of the last token, and which chunk tokens were recomputed."""
-
-    logits: Tensor  # [vocabulary] float32; empty where the plan wants none
-    recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
-    rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run, probes by their share
-    fixed_cost: float = 0.0  # the part of them that a deeper model pays once too: what the first check had to see
-    probe_s: float = 0.0  # seconds spent until the question's attention was known, waiting for its layers included
-    attention: Tensor | None = None  # [T] float32, what the probe found
-    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
-    select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
-
-    def charge_once(self, num_rows: float, plan: FusePlan) -> None:
-        """Count rows that something else ran at layer 0, and that a deeper model runs no more of."""
-        self.rows_per_layer[0] += num_rows
-        if plan.checks[0].layer == 0:
-            self.fixed_cost += num_rows
 
 
 class Run(NamedTuple):
@@ -189,7 +54,7 @@ def fuse(
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
-    return _drain(model, fuse_steps(model, plan, fused, layers, ends_s))
+    return drain(model, fuse_steps(model, plan, fused, layers, ends_s))
 
 
 @torch.inference_mode()
@@ -287,9 +152,6 @@ def _fresh_rows(plan: FusePlan) -> Tensor:
     return fresh
 
 
-# -- the question, run ahead
-
-
 class _Probe(NamedTuple):
     """The question and all other fresh tokens, run over stale KV as far as the rule wanted to see."""
 
@@ -358,9 +220,6 @@ def _run_first_layer(fused: FusedLayers, hidden: Tensor, active: Tensor, known: 
         output[stale] = _sent((yield Run(0, hidden[stale], active[stale], fused)))
     output[~stale] = probe.hidden
     return output
-
-
-# -- the choice
 
 
 def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
@@ -454,53 +313,8 @@ def _top(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count).indices.sort().values
 
 
-def prefill_chunk(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> MemoryKV:
-    """Run one chunk behind `prefix` (its rows [0, P) valid) and keep the chunk's slice: pre-RoPE keys, values.
-
-    `prefix` is used as scratch beyond row P and is left with the same P valid rows.
-    """
-    return _drain(model, prefill_chunk_steps(model, prefix, header))
-
-
 @torch.inference_mode()
-def prefill_chunk_steps(model: LayerwiseModel, prefix: FusedLayers, header: KVHeader) -> Steps[MemoryKV]:
-    """`prefill_chunk`, a layer at a time: yields the rows that each layer ran."""
-    start = prefix.length
-    device = prefix.keys(0).device
-    rows = torch.arange(start, start + header.num_tokens, device=device)
-    hidden = model.embed(torch.tensor(header.token_ids, device=device))
-    stored = []
-    for layer in range(model.num_layers):
-        hidden, kv = model.run_layer_keeping_kv(layer, hidden, rows, prefix)
-        stored.append(LayerKV(kv.keys.contiguous().cpu(), kv.values.contiguous().cpu()))
-        yield len(rows)
-    assert header.dtype == dtype_name(stored[0].keys.dtype)
-    return MemoryKV(header, tuple(stored))
-
-
-@torch.inference_mode()
-def prefill_chunks(model: PackingModel, prefix: FusedLayers, headers: Sequence[KVHeader]) -> list[MemoryKV]:
-    """`prefill_chunk` of several chunks in one pass, side by side behind the same `prefix`, which stays as it is.
-
-    Norms, projections and MLPs run over all their rows at once; attention is each chunk's own.
-    """
-    device = prefix.keys(0).device
-    counts = [header.num_tokens for header in headers]
-    rows = torch.cat([torch.arange(prefix.length, prefix.length + count, device=device) for count in counts])
-    ends = list(itertools.accumulate(counts))
-    spans = tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))
-    hidden = model.embed(torch.tensor([token for header in headers for token in header.token_ids], device=device))
-    stored: list[list[LayerKV]] = [[] for _ in headers]
-    for layer in range(model.num_layers):
-        hidden, kv = model.run_packed_layer(layer, hidden, rows, spans, prefix)
-        keys, values = kv.keys.cpu(), kv.values.cpu()
-        for layers, span in zip(stored, spans, strict=True):
-            layers.append(LayerKV(keys[:, span].contiguous(), values[:, span].contiguous()))
-    return [MemoryKV(header, tuple(layers)) for header, layers in zip(headers, stored, strict=True)]
-
-
-@torch.inference_mode()
-def _drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
+def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
     """Run steps to their end, for what they return."""
     output: Tensor | None = None
     while True:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import FusedKV, FusePlan, Placement, fuse, prefill_chunks
+from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.protocols import CheckableModel
 from ragblend.engine.fusion.rules import RULES, Check
 from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name

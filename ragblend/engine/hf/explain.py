@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.fidelity import first_token_kl
-from ragblend.engine.fusion.fuse import FusedKV, relative_deviation
+from ragblend.engine.fusion.fuse import relative_deviation
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import DecodingEngine, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.report import BlendReport, ChunkReport, Generation
 from ragblend.engine.store.kv import LayerKV

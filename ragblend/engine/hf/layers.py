@@ -20,19 +20,14 @@ from transformers.masking_utils import sdpa_mask
 from ragblend.engine.fusion.attention import Queries, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
 from ragblend.engine.fusion.rope import exact_context, rotate
+from ragblend.engine.hf.families import family_of, rope_parameters
 from ragblend.engine.store.kv import LayerKV
-from ragblend.errors import UnsupportedModelError
 
 ATTENTION = "ragblend"
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
 # request to the next, each is as large as the rows it covers of the tables in `_rope`.
 TURNS_KEPT = 3
-
-_WAY_OUT = (
-    "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
-    "Qwen2, Qwen3, Phi-3, Gemma and their relatives"
-)
 
 
 class Packed(NamedTuple):
@@ -130,7 +125,7 @@ class TransformersLayers:
     """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly."""
 
     def __init__(self, model: Any) -> None:
-        refuse_unsupported(model)
+        self._family = family_of(model)
         AttentionInterface.register(ATTENTION, _attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
@@ -141,14 +136,12 @@ class TransformersLayers:
         self._rotary = model.model.rotary_emb
         self._tables: tuple[Tensor, Tensor] | None = None
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
-        self.context_length = exact_context(_rope_parameters(self.config), self.config.max_position_embeddings)
-        self._embedding_multiplier = getattr(self.config, "embedding_multiplier", 1.0) or 1.0  # Granite
-        self._logits_scaling = getattr(self.config, "logits_scaling", 1.0) or 1.0  # Granite
-        self.head_dim = getattr(self.config, "head_dim", None) or (
-            self.config.hidden_size // self.config.num_attention_heads
-        )
-        self.kv_shapes = [(self.config.num_key_value_heads, self.head_dim, self.head_dim)] * len(self._layers)
-        self._kv_share = _kv_share(self._layers[0])
+        self.context_length = exact_context(rope_parameters(self.config), self.config.max_position_embeddings)
+        self.head_dim = self._family.head_dim
+        self.kv_shapes = [(self._family.num_kv_heads, self.head_dim, self.head_dim)] * len(self._layers)
+        kv_modules = self._family.projections(self._layers[0].self_attn)
+        self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
+        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
 
     @property
     def num_layers(self) -> int:
@@ -172,32 +165,16 @@ class TransformersLayers:
         """An empty tensor of the KV's dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
-    @property
-    def kv_share(self) -> float:
-        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
-        return self._kv_share
-
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
-        hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._embedding_multiplier
+        hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
         return hidden
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
         block = self._layers[layer]
-        attention = block.self_attn
-        normed = block.input_layernorm(hidden)
-        if hasattr(attention, "qkv_proj"):
-            keys, values = self._split_qkv(attention.qkv_proj(normed))
-        else:
-            keys, values = attention.k_proj(normed), attention.v_proj(normed)
-        norm = getattr(attention, "k_norm", None)
-        if norm is not None and norm.weight.numel() == keys.shape[-1]:  # over all heads at once (OLMoE)
-            keys, norm = norm(keys), None
-        keys = self._heads(keys)
-        if norm is not None:
-            keys = norm(keys)
-        return LayerKV(keys.transpose(0, 1), self._heads(values).transpose(0, 1))
+        keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
+        return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
@@ -257,24 +234,18 @@ class TransformersLayers:
         """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
-        # k_norm when there is one, because stored keys are after QK-norm; else the projection itself.
-        names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
-        hook = getattr(attention, names[0]).register_forward_hook(lambda _m, _args, output: tapped.append(output))
+        source = next(getattr(attention, name) for name in self._family.tapped if hasattr(attention, name))
+        hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
         try:
             hidden = run()
         finally:
             hook.remove()
-        keys = tapped[0][0]  # drop the batch dimension
-        if names[0] == "qkv_proj":
-            keys, _ = self._split_qkv(keys)
-        keys = self._heads(keys) if keys.ndim == 2 else keys
-        if keys.shape[0] == self.kv_shapes[layer][0] != num_rows:  # some models norm after the transpose: [H, R, D]
-            keys = keys.transpose(0, 1)
+        keys = self._family.tapped_keys(tapped[0][0], num_rows)  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [R, vocabulary] in float32."""
-        logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._logits_scaling
+        logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._family.logits_scaling
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
@@ -282,15 +253,6 @@ class TransformersLayers:
         output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """[R, H * D] -> [R, H, D]."""
-        return projected.view(*projected.shape[:-1], -1, self.head_dim)
-
-    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a fused projection [R, (Hq + 2H) * D]."""
-        kv_width = self.config.num_key_value_heads * self.head_dim
-        return qkv[..., -2 * kv_width : -kv_width], qkv[..., -kv_width:]
 
     def _turns_of(self, rows: Tensor) -> _Turns:
         """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""
@@ -317,44 +279,5 @@ class TransformersLayers:
         return known
 
 
-def _kv_share(layer: Any) -> float:
-    attention = layer.self_attn
-    projections = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [attention.k_proj, attention.v_proj]
-    return _num_parameters(*projections) / _num_parameters(layer)
-
-
 def _num_parameters(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    return dict(getattr(config, "rope_parameters", None) or {})
-
-
-def refuse_unsupported(model: Any) -> None:
-    """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
-    config, name = model.config, type(model).__name__
-    decoder = getattr(model, "model", None)
-    if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
-        raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
-    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
-    if foreign:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window:
-        raise UnsupportedModelError(
-            f"{name} has sliding_attention layers (window {window} tokens), whose KV cannot be moved within a prompt. "
-            f'{_WAY_OUT}; if your prompts stay below {window} tokens, set "sliding_window": null in its config.json'
-        )
-    for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, knob, None):
-            raise UnsupportedModelError(f"{name} uses {knob}, which partial prefill does not reproduce. {_WAY_OUT}")
-    for index, layer in enumerate(decoder.layers):
-        attention = getattr(layer, "self_attn", None)
-        projections = hasattr(attention, "qkv_proj") or (hasattr(attention, "k_proj") and hasattr(attention, "v_proj"))
-        if attention is None or not projections or not hasattr(layer, "input_layernorm"):
-            kind = type(attention if attention is not None else layer).__name__
-            raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_WAY_OUT}")
-    exact_context(_rope_parameters(config), config.max_position_embeddings)

@@ -117,7 +117,7 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ragblend.engine.hf.layers import refuse_unsupported
+    from ragblend.engine.hf.families import refuse_unsupported
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

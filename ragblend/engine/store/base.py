@@ -1,7 +1,7 @@
 """What every tier offers (KVStore), and what a remote one needs of the other side (ByteStore). A TIER IS ADDED HERE.
 
-Implementations of KVStore: `memory`, `disk`, `remote.tier`, `tiered` over them. Of ByteStore: `remote.redis_store`,
-`remote.objects`.
+Implementations of KVStore: `memory`, `disk`, `remote.tier`, `tiered` over them. Of ByteStore: `remote.redis_values`,
+`remote.object_values`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
     ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
-    ROOT/entries.jsonl              whose namespace each entry is of, where quotas are kept (see `room`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
 its room.
@@ -37,7 +36,6 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.eviction import Policy
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
 from ragblend.engine.store.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
 from ragblend.engine.store.sealed import seal, unseal
@@ -78,12 +76,9 @@ class GcResult(NamedTuple):
 class DiskStore:
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first, by `policy`:
-    "lru" removes the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`; uses are
-    counted by this process, the time of the last use is on disk). `quotas`: bytes each namespace may hold; one that
-    has too many loses its own. Pinned entries stay. A `put` looks at no other entry (see `room`), so of several
-    processes that write at the same time each may exceed the budget, or a quota, by a sixteenth of it before it sees
-    what the others wrote.
+    `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first: the least
+    recently used leave, pinned ones stay. It looks at no other entry (see `room`), so of several processes that write
+    at the same time each may exceed the budget by a sixteenth of it before it sees what the others wrote.
 
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
     own, if it has one.
@@ -99,8 +94,6 @@ class DiskStore:
         fsync: bool = True,
         create: bool = True,
         capacity_bytes: int | None = None,
-        policy: Policy = "lru",
-        quotas: int | Mapping[str, int] | None = None,
         store_key: KeyChoice = "auto",
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
@@ -117,13 +110,7 @@ class DiskStore:
             raise NotFoundError(f"no store at {self.root}; fill one with: ragblend ingest DOCS --store {self.root}")
         self._directory = Directory(self.root, fsync=fsync)
         self._room = Room(
-            self._directory,
-            capacity_bytes,
-            policy,
-            quotas,
-            read_header=self.header,
-            pinned=self.pinned_keys,
-            evicted=lambda key: self._count(num_evicted=1),
+            self.root, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
         )
 
     @property
@@ -160,7 +147,7 @@ class DiskStore:
         else:
             handle = file.fd
             self._count(num_hits=1)
-            self._room.read(kv.header, lambda: os.fstat(handle).st_size)
+            self._room.used(key, lambda: os.fstat(handle).st_size)
             if self._may_be_stale(key):
                 self._touch(key, handle)
             return kv
@@ -171,13 +158,13 @@ class DiskStore:
         """Store a chunk; when it returns, the entry survives a crash. Needs memory for one more layer at most.
 
         An entry of the same key is replaced, and its damaged copy dropped. Raises StoreFullError when the disk, the
-        budget or the quota is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
+        budget is full, StoreNotWritableError for any other refusal; no trace of the entry is left then.
         """
         path = self._path(kv.header.key)
         held = in_memory(kv)
         data_offset = header_nbytes(held, self.store_key)
         nbytes = data_offset + held.nbytes
-        with self._room.for_entry(held.header, nbytes):
+        with self._room.for_entry(held.header.key, nbytes):
             self._directory.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
         unlink(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.eviction import Held, Ledger, Policy, recompute_cost
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, in_memory
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -31,37 +30,26 @@ class _Entry(NamedTuple):
 
 
 class MemoryStore:
-    """KVStore in memory: at most `capacity_bytes` of tensors are held, and what counts least goes first. Thread-safe.
+    """KVStore in memory: at most `capacity_bytes` of tensors are held, the least recently used go first. Thread-safe.
 
-    `policy`: "lru" evicts the least recently used, "gdsf" what saves the least prefill per byte (see `eviction`).
-    `quotas`: bytes each namespace may hold; one that has too many evicts its own. Pinned entries stay.
+    A smaller `capacity_bytes`, set later, takes effect at the next `put`. Pinned entries stay.
 
     KV in eight bits is held in eight bits, so that the budget goes further; who reads a layer gets it made anew.
     Tensors are shared with whoever put or got them and are read-only for everybody. An in-place torch operation on
     one is noticed at the next `get`: the entry is dropped with a warning, as a miss, never an answer.
     """
 
-    def __init__(
-        self, capacity_bytes: int, *, policy: Policy = "lru", quotas: int | Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
             raise UsageError(
                 f"capacity_bytes is {capacity_bytes}; choose 0 (hold nothing) or more, such as 8 * 1024**3"
             )
-        self._ledger = Ledger(capacity_bytes, policy, quotas)
+        self.capacity_bytes = capacity_bytes
+        self._used_bytes = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[str]] = {}  # by document
         self._counters = StoreCounters()
         self._lock = threading.Lock()
-
-    @property
-    def capacity_bytes(self) -> int:
-        """What it may hold; a smaller one takes effect at the next `put`."""
-        return self._ledger.capacity_bytes or 0
-
-    @capacity_bytes.setter
-    def capacity_bytes(self, nbytes: int) -> None:
-        self._ledger.capacity_bytes = nbytes
 
     @property
     def counters(self) -> StoreCounters:
@@ -82,7 +70,6 @@ class MemoryStore:
                 self._drop(key)
             else:
                 self._entries.move_to_end(key)
-                self._ledger.use(key)
                 self._counters.num_hits += 1
                 return held.kv
             self._counters.num_misses += 1
@@ -91,10 +78,10 @@ class MemoryStore:
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Hold a chunk, evicting what counts least; the caller no longer writes to its tensors.
+        """Hold a chunk, evicting the least recently used; the caller no longer writes to its tensors.
 
         Tensors that are slices of larger ones, or live elsewhere than on the CPU, are copied. Raises StoreFullError
-        when the chunk alone exceeds the capacity or its namespace's quota, or pinned entries leave no room.
+        when the chunk alone exceeds the capacity, or pinned entries leave no room.
         """
         if not self.fits(kv):
             raise StoreFullError(
@@ -107,14 +94,13 @@ class MemoryStore:
             self._drop(held.header.key)
             self._make_room(held)
             self._entries[held.header.key] = _Entry(held, versions(held.layers))
-            self._ledger.hold(held.header.key, _held(held))
+            self._used_bytes += held.nbytes
             self._counters.num_puts += 1
-            assert self._ledger.used_bytes <= self.capacity_bytes
+            assert self._used_bytes <= self.capacity_bytes
 
     def fits(self, kv: ChunkKV) -> bool:
-        """Whether the chunk alone is within the capacity and its namespace's quota."""
-        quota = self._ledger.quotas.of(kv.header.namespace)
-        return kv.nbytes <= self.capacity_bytes and (quota is None or kv.nbytes <= quota)
+        """Whether the chunk alone is within the capacity."""
+        return kv.nbytes <= self.capacity_bytes
 
     def contains(self, key: str) -> bool:
         """Whether the entry is held; does not count as a use."""
@@ -139,7 +125,7 @@ class MemoryStore:
     def nbytes(self) -> int:
         """Bytes of all tensors held, never more than `capacity_bytes`."""
         with self._lock:
-            return self._ledger.used_bytes
+            return self._used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Keep the entries of a document, held now or later, until it is unpinned; replaces an earlier pin of it."""
@@ -152,26 +138,28 @@ class MemoryStore:
             return self._pins.pop(document, None) is not None
 
     def _make_room(self, kv: MemoryKV) -> None:
-        key, new = kv.header.key, _held(kv)
-        if max(self._ledger.excess(key, new)) <= 0:
-            return
-        leaving = self._ledger.to_leave(key, new, frozenset[str]().union(*self._pins.values()))
-        if leaving is None:
+        excess_bytes = self._used_bytes + kv.nbytes - self.capacity_bytes
+        pinned = frozenset[str]().union(*self._pins.values()) if excess_bytes > 0 else frozenset[str]()
+        leaving = []
+        for key, held in self._entries.items():
+            if excess_bytes <= 0:
+                break
+            if key not in pinned:
+                leaving.append(key)
+                excess_bytes -= held.kv.nbytes
+        if excess_bytes > 0:
             raise StoreFullError(
-                f"chunk {key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the memory tier; "
-                "unpin a document (ragblend unpin DOC) or raise memory_gib"
+                f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the "
+                "memory tier; unpin a document (ragblend unpin DOC) or raise memory_gib"
             )
-        for other in leaving:
-            self._drop(other, evicted=True)
+        for key in leaving:
+            self._drop(key)
             self._counters.num_evicted += 1
 
-    def _drop(self, key: str, *, evicted: bool = False) -> bool:
-        self._entries.pop(key, None)
-        return self._ledger.drop(key, evicted=evicted)
-
-
-def _held(kv: MemoryKV) -> Held:
-    return Held(kv.nbytes, kv.header.namespace, recompute_cost(kv.header))
+    def _drop(self, key: str) -> bool:
+        held = self._entries.pop(key, None)
+        self._used_bytes -= held.kv.nbytes if held is not None else 0
+        return held is not None
 
 
 def _own(layer: StoredLayer) -> StoredLayer:

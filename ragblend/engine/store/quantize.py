@@ -10,15 +10,10 @@ Works on tensors [H, T, D]. Knows nothing about chunks, files or models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ragblend.errors import UsageError
-
-KvDtype = Literal["auto", "int8", "fp8"]
-"""How KV is stored. "auto": as computed, bit for bit."""
 
 CODE_DTYPES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Dtypes of the codes by the name written in headers."""
@@ -47,15 +42,6 @@ class QuantizedLayer(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all six tensors."""
         return sum(tensor.nbytes for tensor in self)
-
-
-def check_kv_dtype(name: str) -> str:
-    """`name`, or a UsageError that says which there are."""
-    if name not in get_args(KvDtype):
-        raise UsageError(
-            f"kv_dtype is {name!r}; choose one of {', '.join(get_args(KvDtype))} (auto: as computed, bit for bit)"
-        )
-    return name
 
 
 def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:

@@ -27,10 +27,10 @@ from ragblend.engine.store.kv import (
     stored_as,
 )
 from ragblend.engine.store.memory import MemoryStore, versions
-from ragblend.engine.store.quantize import check_kv_dtype
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+from ragblend.options import KvDtype, TierOptions
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
@@ -119,11 +119,11 @@ class TieredStore:
     nothing about reading: a store may hold all of them, and each entry says what it is.
     """
 
-    def __init__(self, *tiers: KVStore, kv_dtype: str = "auto") -> None:
+    def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto") -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         self.tiers = tiers
-        self.kv_dtype = check_kv_dtype(kv_dtype)
+        self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         # What to tell of a use, by the position that answered; an isinstance per chunk would cost more than the rest.
         touchable = [tier if isinstance(tier, _Touchable) else None for tier in tiers]
         self._told = [[tier for tier in touchable[position + 1 :] if tier] for position in range(len(tiers))]

@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
-from ragblend.engine.decoding import Sampling, StopScanner
+from ragblend.engine.decoding import StopScanner
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.generation import check_options
 from ragblend.engine.report import (
     BlendReport,
     ChunkReport,
@@ -34,6 +33,7 @@ from ragblend.engine.shadow import runs_alike
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError
+from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Part, Segment, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
 
@@ -50,9 +50,7 @@ class VllmRequest:
 
     prompt: TokenizedPrompt
     params: BlendParams
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
+    options: GenerationOptions  # how long it may be, and how it is chosen and ended
 
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
@@ -111,7 +109,7 @@ class VllmStream:
 
     def _run(self) -> Generator[str]:
         request, result, report = self._request, self.result, self.result.report
-        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.stop)
+        text, scanner = TextStream(self._engine.segmenter), StopScanner(request.options.stops)
         finished, reported = None, False
         start_s = perf_counter()
         if self._engine.closed:
@@ -136,7 +134,7 @@ class VllmStream:
                         result.text += shown
                         yield shown
                     finished = delta.finish_reason or finished
-                    if scanner.stopped and delta.finish_reason is None and request.stop:
+                    if scanner.stopped and delta.finish_reason is None and request.options.stops:
                         break  # vLLM did not see the stop string in its own reading of the tokens
             if not self._engine.blends:
                 report.mode, report.rule, report.recompute_ratio = "full", "none", 1.0
@@ -224,7 +222,7 @@ class VllmBase(EngineBase):
         prompt = TokenizedPrompt((*segments, Segment("suffix", token_ids[-1:], len(prefix) + len(token_ids))))
         params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace)
         report = None
-        with closing(self.deltas(VllmRequest(prompt, params, 1, Sampling(), ()))) as deltas:
+        with closing(self.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1)))) as deltas:
             for delta in deltas:
                 report = delta.report or report
         if report is not None and report.refused_reason:
@@ -239,51 +237,35 @@ class VllmBase(EngineBase):
 
     # -- answering
 
-    def generate(self, prompt: SegmentedPrompt, **options: Any) -> Generation:
+    def generate(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def stream(self, prompt: SegmentedPrompt, **options: Any) -> VllmStream:
+    def stream(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
 
         Options are checked here, before anything is sent. Closing the stream early aborts the request.
         """
         return VllmStream(self, self.request(prompt, **options))
 
-    def request(
-        self,
-        prompt: SegmentedPrompt,
-        *,
-        mode: Mode = "blend",
-        rule: str = "auto",
-        recompute_ratio: RatioChoice = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] | None = None,
-    ) -> VllmRequest:
-        """What to answer and how, tokenized and checked. The options are the transformers engine's.
+    def request(self, prompt: SegmentedPrompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
+        """What to answer and how, tokenized and checked. `options` are GenerationOptions.
 
         A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
-        check_options(mode, max_tokens)
-        find_rule(rule)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        self._check_prompt(prompt, stops)
+        asked = GenerationOptions(**options)
+        find_rule(asked.rule)
+        self._check_prompt(prompt, asked.stops)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
-        StopScanner(stops)  # refuses an empty stop string
         return VllmRequest(
             tokenized,
-            blend_params(tokenized, mode, rule, recompute_ratio, self.namespace, seed or 0),
-            min(max_tokens, self.context_length - tokenized.num_tokens),
-            Sampling(temperature, top_p, seed),
-            stops,
+            blend_params(tokenized, asked.mode, asked.rule, asked.recompute_ratio, self.namespace, asked.seed or 0),
+            replace(asked, max_tokens=min(asked.max_tokens, self.context_length - tokenized.num_tokens)),
         )
 
     def backfill(self, request: VllmRequest, report: BlendReport) -> None:
@@ -298,7 +280,7 @@ class VllmBase(EngineBase):
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
         tokens, so what a sampled one would have been is not known."""
         params = request.params
-        if params.mode not in ("blend", "reuse") or request.sampling.temperature or answer.finish_reason == "cancelled":
+        if params.mode not in ("blend", "reuse") or request.options.temperature or answer.finish_reason == "cancelled":
             return
 
         def compare() -> ShadowReport:

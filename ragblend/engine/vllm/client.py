@@ -32,6 +32,7 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
+from ragblend.options import is_url
 from ragblend.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -42,15 +43,6 @@ READ_TIMEOUT_S = 600.0  # a long prompt behind a full queue may be silent for mi
 MAX_RETRIES = 2
 RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5  # doubled with every retry
-
-
-def is_url(backend: str) -> bool:
-    """Whether a backend's name is a server's address.
-
-    >>> is_url("http://localhost:8000"), is_url("vllm")
-    (True, False)
-    """
-    return backend.startswith(("http://", "https://"))
 
 
 def _is_address(url: str) -> bool:
@@ -339,13 +331,13 @@ class VllmClient(VllmBase):
 
     def body(self, request: VllmRequest) -> dict[str, Any]:
         """The JSON body of a completion request."""
-        sampling = request.sampling
+        options = request.options
         body: dict[str, Any] = {
             "model": self.served_model,
             "prompt": request.prompt.token_ids,
-            "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
             "stream": True,
             "return_token_ids": True,
             # vLLM would take these from the model's generation_config; the other engines do not.
@@ -355,10 +347,10 @@ class VllmClient(VllmBase):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
-        if request.stop:
-            body["stop"] = list(request.stop)
+        if options.seed is not None:
+            body["seed"] = options.seed
+        if options.stops:
+            body["stop"] = list(options.stops)
         if self.facts.stop_ids:
             body["stop_token_ids"] = sorted(self.facts.stop_ids)
         if self.blends:

@@ -12,48 +12,44 @@ from typing import Any
 
 from ragblend.config import read_environment
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import RatioChoice
-from ragblend.engine.store.eviction import Policy
 from ragblend.engine.store.open import GIB, open_store
-from ragblend.engine.store.quantize import KvDtype
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import TieredStore
-from ragblend.engine.vllm.params import check_ratio_choice
 from ragblend.errors import UsageError
-
-TIER_SETTINGS = ("memory_gib", "disk_gib", "remote", "remote_timeout_s", "eviction", "quota_gib", "kv_dtype")
-"""Taken from `RAGBLEND_*` where `kv_connector_extra_config` leaves them out: a remote's URL may hold a password, and
-everybody on the machine can read a command line."""
+from ragblend.options import (
+    TIER_NAMES,
+    GenerationOptions,
+    RatioChoice,
+    TierOptions,
+    at_least,
+    check_options,
+    option,
+    same_as,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorConfig:
-    """`kv_connector_extra_config`, checked at start."""
+class ConnectorConfig(TierOptions):
+    """`kv_connector_extra_config`, checked at start. The memory tier is each worker's own."""
 
     store: str = "ragblend-data/kv"  # a directory that all of this vLLM's processes see
-    memory_gib: float = 2.0  # of the memory tier, per worker
-    disk_gib: float = 0.0  # this and the following as in `open_store`
-    remote: str | None = None
-    remote_timeout_s: float = 5.0
-    eviction: Policy = "lru"
-    quota_gib: float | Mapping[str, float] = 0.0
-    kv_dtype: KvDtype = "auto"
-    rule: str = "auto"  # for requests that name none, and those marked by separators
-    ratio: RatioChoice = None  # for the same; None or "auto": what was calibrated, else the default
+    rule: str = same_as(GenerationOptions, "rule")  # for requests that name none, and those marked by separators
+    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")  # for the same
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
     separator_end_ids: tuple[int, ...] = ()  # see vllm_params.spans_between
-    slice_tokens: int = 0  # work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens
-    max_runs: int = 0  # pseudo requests per attention call; 0: max_num_seqs, which backends size their buffers by
+    slice_tokens: int = option(
+        0, "Work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens.", at_least(0)
+    )
+    max_runs: int = option(  # backends size their buffers by max_num_seqs
+        0, "Pseudo requests per attention call; 0: max_num_seqs.", at_least(0)
+    )
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        check_ratio_choice(self.ratio)
+        check_options(self)
         find_rule(self.rule)
-        for name in ("memory_gib", "disk_gib", "slice_tokens", "max_runs"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 or more")
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -63,7 +59,9 @@ class ConnectorConfig:
             known = ", ".join(cls.__dataclass_fields__)
             raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
         lists = {name: tuple(value) for name, value in extra.items() if name.endswith("_ids")}
-        return cls(**{**read_environment(os.environ, TIER_SETTINGS), **extra, **lists})
+        # Tiers that are left out are taken from `RAGBLEND_*`: a remote's URL may hold a password, and everybody on the
+        # machine can read a command line.
+        return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     @property
     def memory_bytes(self) -> int:
@@ -72,15 +70,8 @@ class ConnectorConfig:
 
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """The store on this machine: the disk tier, behind a memory tier if asked for."""
-        return open_store(
-            self.store,
-            memory_gib=self.memory_gib if memory else 0.0,
-            disk_gib=self.disk_gib,
-            eviction=self.eviction,
-            quota_gib=self.quota_gib,
-            kv_dtype=self.kv_dtype,
-            fsync=fsync,
-        )
+        tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0, "remote": None}
+        return open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
 
     def open_remote(self) -> RemoteStore | None:
         """The remote tier, if there is one; nothing is asked of it yet."""

@@ -131,7 +131,7 @@ def start_vllm(
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM logs its configuration; a URL with a password reaches the connector by the environment (`TIER_SETTINGS`).
+    # vLLM logs its configuration; a URL with a password reaches the connector by the environment.
     extra = dict(transfer["kv_connector_extra_config"])
     hidden = {"RAGBLEND_REMOTE": extra.pop("remote")} if has_secret(extra.get("remote") or "") else {}
     transfer = {**transfer, "kv_connector_extra_config": extra}
@@ -272,12 +272,13 @@ class _Loop:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        options = request.options
         try:
             params = SamplingParams(
-                temperature=request.sampling.temperature,
-                top_p=request.sampling.top_p,
-                seed=request.sampling.seed,
-                max_tokens=request.max_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+                max_tokens=options.max_tokens,
                 stop_token_ids=stop_ids,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
@@ -288,7 +289,7 @@ class _Loop:
             answers.put(RagblendError(f"vLLM refuses the request: {error}"))
             return
         self._answers[request_id] = answers
-        if request.stop:
+        if options.stops:
             self._may_stop.add(request_id)
 
     def abort(self, request_id: str) -> None:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
-from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.kv import ModelShape, dtype_name
-from ragblend.engine.vllm.params import check_ratio_choice
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UsageError
+from ragblend.options import GenerationOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
 
@@ -162,8 +161,7 @@ def transfer_config(
     if rule is not None:
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
-        check_ratio_choice(ratio)
-        extra["ratio"] = ratio
+        extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
     declared = getattr(segmenter.format, "chunk_prefix", "")
     if separator is None and declared:
         separator, separator_end = declared, getattr(segmenter.format, "question_prefix", "") or None

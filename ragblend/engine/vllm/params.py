@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from ragblend.engine.report import MODES, BlendReport, Mode, RatioChoice
+from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
+from ragblend.options import MODES, GenerationOptions, Mode, RatioChoice, check_options, same_as
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -42,7 +43,7 @@ class BlendParams:
 
     mode: VllmMode = "blend"
     rule: str = "auto"
-    ratio: RatioChoice = None  # share of chunk tokens to recompute; None is the server's, "auto" what was calibrated
+    ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")  # None: the server's
     spans: tuple[tuple[int, int], ...] = ()  # token positions [start, end) of the chunks
     namespace: str = ""
     seed: int = 0  # of the rule "random"
@@ -56,7 +57,7 @@ class BlendParams:
             raise UsageError(f"mode is {self.mode!r}; choose one of {', '.join(VLLM_MODES)}")
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
             raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
-        check_ratio_choice(self.ratio)
+        check_options(self)
         if not _is_int(self.seed):
             raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
         for span in self.spans:
@@ -168,14 +169,6 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
         else:
             position += 1
     return found
-
-
-def check_ratio_choice(ratio: object) -> None:
-    """Raise UsageError for what is neither a share, "auto" nor None."""
-    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
-    if ratio in (None, "auto") or (is_number and 0 <= ratio <= 1):  # type: ignore[operator]
-        return
-    raise UsageError(f"ratio is {ratio!r}; choose 0 (full reuse) to 1 (recompute every chunk token), or 'auto'")
 
 
 def _is_list(value: object) -> bool:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.plan import FusePlan, Placement
+from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, Check
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
 from ragblend.engine.store.kv import KVHeader, dtype_name

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.fidelity import note_fidelity
-from ragblend.engine.fusion.fuse import Fused, FusePlan, Placement, Run, Steps, fuse_steps, prefill_chunk_steps
+from ragblend.engine.fusion.fuse import Run, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
+from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
+from ragblend.engine.fusion.prefill import prefill_chunk_steps
 from ragblend.engine.fusion.rules import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore

@@ -134,11 +134,11 @@ def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: l
 def test_settings_come_from_the_environment_where_none_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "EVICTION": "gdsf", "RATIO": "0.9"}
+    environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "KV_DTYPE": "int8", "RATIO": "0.9"}
     for name, value in environment.items():
         monkeypatch.setenv(f"RAGBLEND_{name}", value)
-    config = ConnectorConfig.read({"store": str(tmp_path), "disk_gib": 2, "quota_gib": {"a": 1}})
-    assert (config.remote, config.disk_gib, config.eviction) == ("redis://:secret@cache:6379/0", 2, "gdsf")
+    config = ConnectorConfig.read({"store": str(tmp_path), "disk_gib": 2})
+    assert (config.remote, config.disk_gib, config.kv_dtype) == ("redis://:secret@cache:6379/0", 2, "int8")
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
     assert ConnectorConfig.read({"remote": None}).remote is None
     [disk] = config.open_local().tiers

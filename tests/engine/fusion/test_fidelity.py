@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, note_fidelity
-from ragblend.engine.fusion.fuse import Fused, FusePlan, Placement, relative_deviation
+from ragblend.engine.fusion.fuse import relative_deviation
+from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
 from ragblend.engine.fusion.rules import RULES, Check, schedule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV

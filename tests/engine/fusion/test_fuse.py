@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragblend.engine.fusion.attention import BLOCK_ROWS, attend_rows
-from ragblend.engine.fusion.fuse import Fused, FusedKV, FusePlan, Placement, fuse, prefill_chunk
+from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, Check, Rule, schedule
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV

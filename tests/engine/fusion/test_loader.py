@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.fusion.fuse import FusedKV, Placement
 from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, StoredLayer, restored

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion import packing as ingestion
-from ragblend.engine.fusion.fuse import FusedKV, prefill_chunk, prefill_chunks
 from ragblend.engine.fusion.packing import TokenIds, passes, prefill_all
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
 from ragblend.engine.fusion.protocols import FusedLayers, LayerwiseModel
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV

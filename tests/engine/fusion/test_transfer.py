@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.fusion.fuse import FusedKV, Placement
 from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.fusion.transfer import Transfer
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, stored_as

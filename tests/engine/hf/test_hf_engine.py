@@ -16,7 +16,6 @@ import torch
 from transformers.utils import chat_template_utils
 
 from ragblend.engine import generation
-from ragblend.engine.decoding import Sampling
 from ragblend.engine.fusion.rules import FALLBACK, RULES, SHALLOW, Check, find_rule
 from ragblend.engine.generation import Conversation, Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
@@ -28,6 +27,7 @@ from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
+from ragblend.options import GenerationOptions
 from ragblend.prompt.formats import DeclaredFormat, prompt_format
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -69,10 +69,8 @@ def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 
         "mode": "blend",
         "rule": "cacheblend",
         "ratio": ratio,
+        "options": GenerationOptions(max_tokens=1),
         "checks": None,
-        "max_tokens": 1,
-        "sampling": Sampling(),
-        "stop": (),
         "conversation": None,
         "fit": None,
         "adapts": False,
@@ -159,7 +157,7 @@ def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
     """The sampler says `answer`, whatever the logits."""
 
     class Scripted:
-        def __init__(self, sampling: Sampling) -> None:
+        def __init__(self, options: GenerationOptions) -> None:
             self.tokens: Iterator[int] = iter(answer)
 
         def choose(self, logits: torch.Tensor) -> int:
@@ -195,7 +193,7 @@ def test_the_answer_ends_where_the_context_does(make_model, segmenter):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "fast"}, "mode is 'fast'.*full, prefix, reuse, blend"),
+        ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
         ({"rule": "best"}, "rule .best. is unknown; choose .*cacheblend"),
         ({"recompute_ratio": 1.5}, "recompute_ratio is 1.5"),
         ({"recompute_ratio": float("nan")}, "recompute_ratio is nan"),
@@ -333,9 +331,9 @@ def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
     for chunk in CHUNKS[:2]:
         engine.precompute(chunk)
     request = engine.request(PROMPT, rule="repair")
-    hits = engine._lookup(request, 0, set(), engine.store.get)
-    plan = engine._plan(request, [placement for placement, _ in hits.values()], 0)
-    assert len(hits) == 2
+    found = engine._lookup(request, 0, set(), engine.store.get)
+    plan = engine._place(request, found, engine._decide(request, found).choice)
+    assert len(found.chunks) == 2
     assert plan.num_queries == request.prompt.segments[-1].num_tokens
 
 

@@ -49,9 +49,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausa
 from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
-from ragblend.engine.fusion.fuse import FusedKV
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.layers import TURNS_KEPT, TransformersLayers, refuse_unsupported
+from ragblend.engine.hf.families import refuse_unsupported
+from ragblend.engine.hf.layers import TURNS_KEPT, TransformersLayers
 from ragblend.errors import UnsupportedModelError
 
 FULL = ["full_attention"] * 6

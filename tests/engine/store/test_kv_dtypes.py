@@ -14,8 +14,8 @@ import torch
 from tier_support import DictValues
 
 from ragblend import open_store
-from ragblend.engine.fusion.fuse import FusedKV
 from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key

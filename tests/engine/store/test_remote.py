@@ -17,7 +17,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.redis_store import PREFIX, RedisValues
+from ragblend.engine.store.remote.redis_values import PREFIX, RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.errors import BackendUnreachableError, UsageError
 from ragblend.redaction import redacted
@@ -405,7 +405,7 @@ def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisS
 def test_a_missing_package_says_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.delitem(sys.modules, "ragblend.engine.store.remote.redis_store", raising=False)
+    monkeypatch.delitem(sys.modules, "ragblend.engine.store.remote.redis_values", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ImportError, match=r"pip install 'ragblend\[redis\]'"):
         open_remote("redis://127.0.0.1:1/0")

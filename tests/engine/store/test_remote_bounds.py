@@ -13,11 +13,11 @@ from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.bench.common.hardware import peak_rss_bytes, reset_peak_rss
 from ragblend.engine.store.chunk_file import encode_chunk
-from ragblend.engine.store.remote import redis_store as remote_redis
+from ragblend.engine.store.remote import redis_values as remote_redis
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
-from ragblend.engine.store.remote.objects import ObjectValues
-from ragblend.engine.store.remote.redis_store import RedisValues
+from ragblend.engine.store.remote.object_values import ObjectValues
+from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import BackendUnreachableError

@@ -289,7 +289,7 @@ def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers: Tiers) -> None:
 
 def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
-    store = open_store(tmp_path, memory_gib=1, disk_gib=2, remote=url, eviction="gdsf", quota_gib={"a": 0.5})
+    store = open_store(tmp_path, memory_gib=1, disk_gib=2, remote=url)
     assert [type(tier) for tier in store.tiers] == [MemoryStore, DiskStore, RemoteStore]
     assert store.tiers[1].capacity_bytes == 2 << 30  # type: ignore[attr-defined]
     assert [type(tier) for tier in open_store(None, remote=url).tiers] == [MemoryStore, RemoteStore]

@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from importlib import import_module
+from importlib.util import find_spec
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ QUEUE_BYTES = 1 << 30
 NUM_FETCHES = 8  # chunks on their way at the same time
 LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
 _MAX_BAD = 4096
+ALIASES = {"rediss": "redis"}  # schemes that another one's file serves
 _OVERDUE = 0.9  # share of the time limit after which what has not come is taken for slow, not for asked too late
 
 
@@ -440,13 +443,9 @@ def open_remote(
         raise UsageError(f"{problem}; write --remote redis://HOST:6379/0 or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
         raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
-    values: ByteStore
-    if scheme in ("redis", "rediss"):
-        from ragblend.engine.store.remote.redis_store import RedisValues
-
-        values = RedisValues(url, timeout_s)
-    else:
-        from ragblend.engine.store.remote.objects import ObjectValues
-
-        values = ObjectValues(url, timeout_s)
+    # A scheme has a file of its own beside this one, SCHEME_values.py, or is left to fsspec.
+    module = f"{__package__}.{ALIASES.get(scheme, scheme)}_values"
+    if not scheme.isidentifier() or find_spec(module) is None:
+        module = f"{__package__}.object_values"
+    values: ByteStore = import_module(module).open_values(url, timeout_s)
     return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ragblend.demo.questions import KINDS, Question, all_questions
-from ragblend.demo.stories import Plan, Story, focus, tell
-from ragblend.demo.tokenizer import ANSWER, BOS, DOC, EOS, QUESTION, SYSTEM, SYSTEM_TEXTS, encode, token_id
+from tools.demo_model.questions import KINDS, Question, all_questions
+from tools.demo_model.stories import Plan, Story, focus, tell
+from tools.demo_model.tokenizer import ANSWER, BOS, DOC, EOS, QUESTION, SYSTEM, SYSTEM_TEXTS, encode, token_id
 
 
 class Case(NamedTuple):

@@ -218,3 +218,7 @@ def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
             "retries": {"max_attempts": 0},
         },
     }
+
+
+open_values = ObjectValues
+"""What `open_remote` calls, with the URL and the time limit of one call in seconds."""

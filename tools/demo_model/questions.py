@@ -11,8 +11,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from ragblend.demo.stories import Fact, Story
-from ragblend.demo.world import (
+from tools.demo_model.stories import Fact, Story
+from tools.demo_model.world import (
     COMPARISONS,
     NOT_STATED,
     QUESTION_OPENINGS,

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from ragblend.demo.questions import all_questions
-from ragblend.demo.stories import Plan, Story, focus, tell
-from ragblend.demo.world import (
+from tools.demo_model.questions import all_questions
+from tools.demo_model.stories import Plan, Story, focus, tell
+from tools.demo_model.world import (
     COMPARISONS,
     QUESTION_OPENINGS,
     RELATIONS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 
-from ragblend.demo.questions import KINDS, Question, all_questions
-from ragblend.demo.stories import Plan, Story, focus, tell
-from ragblend.demo.world import NOT_STATED, REFERENCES
+from tools.demo_model.questions import KINDS, Question, all_questions
+from tools.demo_model.stories import Plan, Story, focus, tell
+from tools.demo_model.world import NOT_STATED, REFERENCES
 
 
 def told(seed: int) -> tuple[Story, list[Question]]:
@@ -86,7 +86,7 @@ def test_the_earlier_year_wins_a_comparison() -> None:
 
 
 def templates(relation: str) -> tuple[str, ...]:
-    from ragblend.demo.world import RELATIONS
+    from tools.demo_model.world import RELATIONS
 
     return RELATIONS[relation].questions
 

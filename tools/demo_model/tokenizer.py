@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ragblend.demo import vocab, world
+from tools.demo_model import vocab, world
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 DOC, QUESTION, ANSWER, SYSTEM = "<doc>", "<q>", "<a>", "<sys>"

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ragblend.demo.world import (
+from tools.demo_model.world import (
     FILLERS,
     REFERENCES,
     RELATIONS,

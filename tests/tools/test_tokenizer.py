@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from ragblend.demo import WEIGHTS
-from ragblend.demo.tokenizer import DOC, SPECIAL_TOKENS, build_tokenizer, encode, pieces, words
+from tools.demo_model.tokenizer import DOC, SPECIAL_TOKENS, build_tokenizer, encode, pieces, words
 
 TOKENIZER = build_tokenizer()
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ragblend.chunker import Document, split
-from ragblend.demo.corpus import MAX_TOKENS, MIN_TOKENS, Corpus, build_corpus, write_corpus
-from ragblend.demo.questions import KINDS
 from ragblend.demo.show import CHUNK_TOKENS
-from ragblend.demo.tokenizer import pieces
-from ragblend.demo.world import is_held_out, name_is_held_out
+from tools.demo_model.corpus import MAX_TOKENS, MIN_TOKENS, Corpus, build_corpus, write_corpus
+from tools.demo_model.questions import KINDS
+from tools.demo_model.tokenizer import pieces
+from tools.demo_model.world import is_held_out, name_is_held_out
 
-COMMITTED = Path(__file__).parents[2] / "data" / "demo-corpus"
+COMMITTED = Path(__file__).parents[2] / "ragblend" / "demo" / "records"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ragblend.demo import vocab
+from tools.demo_model import vocab
 
 Split = Literal["train", "test"]
 

@@ -295,3 +295,7 @@ class _Socket:
             self._to_skip = nbytes + 2
         elif kind in (b"*", b"%", b"~", b">", b"|") and int(rest) > _MAX_ITEMS:
             raise OSError(f"it announces a list of {int(rest)} items; no reply of ours has more than {_MAX_ITEMS}")
+
+
+open_values = RedisValues
+"""What `open_remote` calls, with the URL and the time limit of one call in seconds."""

@@ -1,0 +1,401 @@
+"""A prompt's KV and first logits, by a transformers model: look up, decide, place, fuse, report. Read `_blend` first.
+
+Exact KV that is at hand (the prefix, earlier turns) is copied; stored chunks are placed by the loader, a layer ahead;
+what is left is computed by the fusor. Knows the model's layers, the store and reports; nothing of answers and text.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.base import EngineBase
+from ragblend.engine.fusion.fidelity import note_fidelity
+from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.loader import LayerLoader, Timeline
+from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours
+from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.rules import (
+    RULES,
+    Check,
+    Choice,
+    charged_budget,
+    charged_budget_at,
+    find_rule,
+    settle,
+)
+from ragblend.engine.generation import Prefilled, Request
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, dtype_name
+from ragblend.engine.store.tiered import ChecksShapes, is_far
+from ragblend.engine.tuning.pipeline import MachineProfile, decide
+from ragblend.errors import DamagedEntryError
+from ragblend.prompt.prompt import Segment, TokenizedPrompt
+from ragblend.prompt.segmenter import Segmenter
+
+log = logging.getLogger(__name__)
+
+_PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
+_NO_RECOMPUTE = (Check(0, 0.0),)
+
+Find = Callable[[str, Sequence[int] | None], ChunkKV | None]
+"""A store's `get`, as one request uses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What of a prompt is at hand: exact rows at its front, and stored chunks by position, with what they saw."""
+
+    num_resident: int
+    chunks: dict[int, tuple[Placement, Context]]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The stored chunks, in prompt order."""
+        return tuple(placement for placement, _ in self.chunks.values())
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens of the stored chunks."""
+        return sum(placement.kv.header.num_tokens for placement, _ in self.chunks.values())
+
+
+class Decided(NamedTuple):
+    """Which tokens a request recomputes; `refused`: why full prefill is the better way, "" where it is not."""
+
+    choice: Choice
+    ratio: float
+    refused: str = ""
+
+
+class BlendingEngine(EngineBase):
+    """The part of a TransformersEngine that prefills: requests, and the prefixes that chunks are computed behind."""
+
+    def __init__(
+        self,
+        layers: TransformersLayers,
+        segmenter: Segmenter,
+        store: KVStore,
+        *,
+        machine: MachineProfile | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(segmenter, store, **options)
+        self.layers = layers
+        self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
+        if isinstance(store, ChecksShapes):
+            store.expect(self.fingerprint, self.shape)
+        self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
+        self.machine = machine  # where there is one, requests without a ratio of their own follow `pipeline.decide`
+        self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
+        self._has_refused = False
+        self._lock = threading.Lock()
+        self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
+
+    def prefill(self, request: Request) -> Prefilled:
+        """The prompt's KV and first logits. A damaged entry met on the way makes its chunk a miss and starts again."""
+        damaged: set[str] = set()
+        find = self._finder(request)
+        while True:
+            try:
+                with self._lock, torch.inference_mode():
+                    prefilled = self._full(request) if request.mode == "full" else self._blend(request, damaged, find)
+            except DamagedEntryError as error:
+                log.warning("%s; answering without it", error)
+                damaged.add(error.key)  # the store has moved it aside already
+                continue
+            prefilled.report.num_damaged_entries = len(damaged)
+            return prefilled
+
+    def _blend(self, request: Request, damaged: set[str], find: Find) -> Prefilled:
+        """Full reuse, prefix reuse or blend: look up, decide, place and fuse, report."""
+        start_s = perf_counter()
+        room = request.prompt.num_tokens + min(request.options.max_tokens, 256)
+        fused = FusedKV.allocate(self.layers.kv_shapes, room, self.layers.like)
+        found = self._lookup(request, self._resident(request, fused), damaged, find)
+        decided = self._decide(request, found)
+        if decided.refused:
+            return self._refused(request, decided.refused)
+        plan = self._place(request, found, decided.choice)
+        looked_up_s = perf_counter()
+        result, loader = self._fuse(plan, fused)
+        report = self._report(request, found, decided, plan, result)
+        report.lookup_s = looked_up_s - start_s
+        report.load_s, report.stall_s = loader.load_s, loader.stall_s
+        report.fuse_s = perf_counter() - looked_up_s - loader.stall_s
+        read_s = dict(zip((placement.start for placement in plan.placements), loader.read_s, strict=True))
+        misses = self._misses(request, found)
+        return Prefilled(fused, result.logits, report, misses, result.recomputed, result.attention, read_s)
+
+    # -- look up
+
+    def _finder(self, request: Request) -> Find:
+        """How the request is to look up chunks.
+
+        What a remote tier has of them is fetched now, before the engine's lock: meanwhile another request computes. A
+        request waits for remote tiers this once.
+        """
+        if request.mode == "full" or not is_far(self.store):
+            return self.store.get
+        keys = [
+            self._key(context.token_ids, chunk.token_ids)
+            for chunk, candidates in self._contexts(request.prompt)
+            for context in candidates
+            if chunk.token_ids and (request.mode != "prefix" or context.exact)
+        ]
+        return partial(self.store.get, fetched=self.store.fetch_ahead(keys))
+
+    def _resident(self, request: Request, fused: FusedKV) -> int:
+        """Put KV that is exact and at hand into the front of `fused`: earlier turns, else the prefix. Row count."""
+        prompt, conversation = request.prompt, request.conversation
+        if conversation is not None and conversation.fused is not None:
+            count = _common_prefix(conversation.token_ids, prompt.token_ids)
+            # Never end inside a chunk: its stored KV is placed whole or not at all.
+            for segment in prompt.chunk_segments:
+                if segment.start < count < segment.end:
+                    count = segment.start
+            count = min(count, prompt.num_tokens - 1)
+            if count > len(prompt.prefix_ids):
+                fused.copy_front(conversation.fused, count)
+                return count
+        prefix = self._prefix(prompt.prefix_ids)
+        fused.copy_front(prefix, prefix.length)
+        return prefix.length
+
+    def _lookup(self, request: Request, num_resident: int, damaged: set[str], find: Find) -> Found:
+        """The prompt's stored chunks, each from the best context that it is stored behind."""
+        found: dict[int, tuple[Placement, Context]] = {}
+        for segment, candidates in self._contexts(request.prompt):
+            if segment.start < num_resident:
+                continue
+            for context in candidates:
+                if request.mode == "prefix" and not context.exact:
+                    continue
+                key = self._key(context.token_ids, segment.token_ids)
+                kv = find(key, segment.token_ids) if key not in damaged else None
+                if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
+                    found[segment.start] = (Placement(kv, segment.start, context.exact), context)
+                    break
+        return Found(num_resident, found)
+
+    def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
+        """The chunks of `prompt`, and what to look for each behind, the best first."""
+        token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
+        spans = ((segment.start, segment.end) for segment in prompt.chunk_segments)
+        starts = neighbours(spans) if self.finds_neighbours else {}
+        for segment in prompt.chunk_segments:
+            before = starts.get(segment.start)
+            yield segment, contexts(token_ids, segment.start, before, num_prefix, self.default_prefix_ids)
+
+    # -- decide
+
+    def _decide(self, request: Request, found: Found) -> Decided:
+        """Rule, ratio and layers: what was asked for or calibrated, then what this machine's loading hides.
+
+        A default rule whose probe does not pay gives way to one without.
+        """
+        num_layers, fit, ratio = self.layers.num_layers, request.calibrated, request.ratio
+        if request.mode != "blend":
+            return Decided(Choice(find_rule(request.rule, num_layers), _NO_RECOMPUTE, ()), 0.0)
+        num_tokens, num_stored = request.prompt.num_tokens, found.num_stored
+        if request.adapts and found.chunks and self.machine is not None:
+            # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
+            to_load = sum(each.kv.nbytes for each in found.placements if not isinstance(each.kv, MemoryKV))
+            asks_first = find_rule(request.rule if fit is None else fit.rule, num_layers).asks_first
+            at_hand = found.num_resident + num_stored
+            hidden = decide(self.machine, ratio, num_tokens, at_hand, {"disk": to_load}, asks_first)
+            ratio = hidden.ratio
+            if hidden.refused:
+                return Decided(Choice(find_rule(request.rule, num_layers), _NO_RECOMPUTE, ()), 1.0, hidden.refused)
+        choice = settle(
+            request.rule,
+            ratio,
+            num_layers,
+            num_fresh=num_tokens - found.num_resident - num_stored,
+            num_candidates=sum(each.kv.header.num_tokens for each in found.placements if not each.exact),
+            num_chunk_tokens=num_stored,
+            checks=request.checks,
+            fitted=fit.reads if fit is not None else None,
+        )
+        return Decided(choice, ratio if request.checks is None else choice.checks[0].ratio)
+
+    def _refused(self, request: Request, reason: str) -> Prefilled:
+        """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
+        if not self._has_refused:
+            log.warning("stored KV is not used: %s. A faster disk helps; ragblend plan", reason)
+            self._has_refused = True
+        prefilled = self._full(request)
+        prefilled.report.refused_reason = reason
+        return prefilled
+
+    # -- place and fuse
+
+    def _place(self, request: Request, found: Found, choice: Choice) -> FusePlan:
+        """What is where in the prompt, and what is to be computed of it."""
+        prompt = request.prompt
+        return FusePlan(
+            self._ids(prompt.token_ids),
+            found.placements,
+            choice.rule,
+            choice.checks,
+            found.num_resident,
+            seed=request.options.seed or 0,
+            probe_layers=choice.probe_layers,
+            question_start=next((segment.start for segment in prompt.segments if segment.kind == "suffix"), None),
+            separators=self._separators(prompt),
+        )
+
+    def _separators(self, prompt: TokenizedPrompt) -> Tensor:
+        """[T] bool: tokens that belong to the chunks' template, not to their text."""
+        separators = bytearray(prompt.num_tokens)  # filled before it becomes a tensor: two writes per chunk
+        for segment in prompt.chunk_segments:
+            separators[segment.start : segment.start + segment.num_lead] = b"\1" * segment.num_lead
+            separators[segment.end - segment.num_tail : segment.end] = b"\1" * segment.num_tail
+        return torch.frombuffer(separators, dtype=torch.bool).to(self.layers.device)
+
+    def _fuse(self, plan: FusePlan, fused: FusedKV) -> tuple[Fused, LayerLoader]:
+        """Fuse `plan` into `fused` while the loader runs a layer ahead; the loader, closed, knows its times."""
+        layers = self.layers
+        ends_s: list[float] | None = None if self.timelines is None else []
+        with LayerLoader(
+            plan.placements,
+            layers.num_layers,
+            layers.place_keys,
+            fused,
+            layers.device,
+            together=True,
+            first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
+        ) as loader:
+            result = fuse(layers, plan, fused, loader, ends_s)
+        result.charge_once(loader.num_computed * layers.kv_share, plan)
+        if self.timelines is not None and ends_s is not None:
+            self.timelines.append(loader.timeline(ends_s))
+        if layers.device.type == "cuda":
+            torch.cuda.synchronize(layers.device)
+        return result, loader
+
+    def _full(self, request: Request) -> Prefilled:
+        """Full prefill: the model's own forward, no reuse."""
+        start_s = perf_counter()
+        logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
+        report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
+        segments = request.prompt.chunk_segments
+        report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
+        report.charged_budget = report.charged_budget_32 = 1.0 if segments else 0.0
+        return Prefilled(FusedKV(layers, request.prompt.num_tokens), logits, report)
+
+    # -- report
+
+    def _report(self, request: Request, found: Found, decided: Decided, plan: FusePlan, result: Fused) -> BlendReport:
+        """What was reused and recomputed, per chunk and in all."""
+        rule = plan.rule.name if request.mode == "blend" else "none"
+        report = BlendReport(request.mode, rule, decided.ratio, probe_s=result.probe_s, select_s=result.select_s)
+        report.predicted_agreement = request.predicted_agreement(decided.ratio)
+        report.num_prefix_tokens = found.num_resident
+        recomputed = sorted(result.recomputed.tolist())
+        num_computed = 0  # chunk tokens with no stored KV: they run through every layer
+        for segment in request.prompt.chunk_segments:
+            hit = found.chunks.get(segment.start)
+            inside = bisect_left(recomputed, segment.end) - bisect_left(recomputed, segment.start) if hit else 0
+            resident = segment.start < found.num_resident
+            if not hit and not resident:
+                num_computed += segment.num_tokens
+            report.chunks.append(
+                ChunkReport(
+                    _source(segment),
+                    segment.num_tokens,
+                    hit=hit is not None or resident,
+                    prefix_match=hit[1].match if hit else "exact" if resident else None,
+                    exact=hit[0].exact and hit[0].kv.header.is_lossless if hit else resident,
+                    behind_neighbour=hit is not None and hit[1].has_neighbour,
+                    num_recomputed_tokens=inside,
+                    kv_dtype=hit[0].kv.header.stored_dtype if hit else None,
+                )
+            )
+        total = plan.num_chunk_tokens + num_computed
+        rows = [count + num_computed for count in result.rows_per_layer]
+        report.charged_budget = charged_budget(rows, total)
+        report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
+        report.num_recomputed_tokens = len(recomputed)
+        note_fidelity(report, plan, result)
+        # The last token is computed even when its KV is stored: its logits are the answer.
+        ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)
+        report.num_reused_tokens = found.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
+        return report
+
+    def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:
+        """The chunks to be stored for the next time."""
+        if request.mode == "prefix":
+            return ()
+        segments = (segment for segment in request.prompt.chunk_segments if segment.start >= found.num_resident)
+        return tuple(segment for segment in segments if segment.start not in found.chunks)
+
+    # -- KV of prefixes
+
+    def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
+        """KV of a prefix, computed once and kept in memory."""
+        known = self._prefixes.get(prefix_ids)
+        if known is None:
+            known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
+            if prefix_ids:
+                self._fuse_simply(FusePlan(self._ids(prefix_ids), (), RULES["first_k"], _NO_RECOMPUTE), known)
+            self._prefixes[prefix_ids] = known
+            if len(self._prefixes) > _PREFIXES_KEPT:
+                self._prefixes.popitem(last=False)
+        self._prefixes.move_to_end(prefix_ids)
+        return known
+
+    def _behind(self, neighbour: tuple[int, ...]) -> FusedKV:
+        """KV of the default prefix, a chunk behind it and what joins it to the next: where that chunk is stored, exact
+        and nearly for nothing."""
+        prefix_ids, joint = self.default_prefix_ids, self.segmenter.joint_ids
+        chunk_ids = neighbour[: len(neighbour) - len(joint)]
+        kv = self.store.get(self._key(prefix_ids, chunk_ids), chunk_ids)
+        if kv is None or not kv.header.is_lossless:
+            return self._prefix(prefix_ids + neighbour)
+        prefix = self._prefix(prefix_ids)
+        fused = FusedKV.allocate(self.layers.kv_shapes, prefix.length + len(neighbour), self.layers.like)
+        fused.copy_front(prefix, prefix.length)
+        placed = (Placement(kv, prefix.length, exact=True),)
+        ids = self._ids(prefix_ids + neighbour)
+        plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, num_fused=len(ids))
+        self._fuse_simply(plan, fused)
+        return fused
+
+    def _fuse_simply(self, plan: FusePlan, fused: FusedKV) -> None:
+        layers = self.layers
+        with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
+            fuse(layers, plan, fused, loader)
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self.layers.device)
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading ids two sequences share.
+
+    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _source(segment: Segment) -> str:
+    return segment.chunk.source if segment.chunk is not None else ""

@@ -1,0 +1,31 @@
+"""The sample corpus as it is shipped: every gold span stands where it says, and parts of it are corpora."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ragblend.demo.corpus import sample_corpus
+
+
+def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
+    corpus = sample_corpus()
+    texts = {record.filename: record.markdown for record in corpus.records}
+    chunks = [chunk for record in corpus.records for chunk in record.chunks]
+    assert len(corpus.records) > 10
+    assert len(corpus.questions) > 200
+    for question in corpus.questions:
+        gold = corpus.gold_chunks(question)
+        assert bool(gold) == bool(question.gold)
+        for span in question.gold:
+            assert texts[span["source"]][span["start"] : span["end"]] == span["text"]
+            assert any(span["text"] in chunks[number] for number in gold)
+
+
+def test_the_first_records_are_a_corpus_of_their_own(tmp_path: Path) -> None:
+    few = sample_corpus().first(4)
+    few.write(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert len(lines) > 12
+    assert len(list(tmp_path.glob("*.md"))) == 4
+    assert all((tmp_path / span["source"]).exists() for line in lines for span in line["gold"])

@@ -1,0 +1,64 @@
+"""Options are checked where they are made, whoever makes them, and a type checker knows the same names."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.params import BlendParams
+from ragblend.errors import UsageError
+from ragblend.options import GenerationKeywords, GenerationOptions, TierKeywords, TierOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode is 'fast'; choose one of blend, full, prefix, reuse"),
+        ({"recompute_ratio": 1.5}, r"recompute_ratio is 1.5; choose 0 \(full reuse\) to 1 .*, or 'auto'"),
+        ({"recompute_ratio": True}, "recompute_ratio is True"),
+        ({"max_tokens": 0}, "max_tokens is 0; choose 1 or more"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"stop": ["a", ""]}, "a stop string is empty"),
+    ],
+)
+def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        GenerationOptions(**options)
+
+
+def test_one_stop_string_stands_for_a_list_of_it() -> None:
+    assert GenerationOptions(stop="end").stops == ("end",)
+    assert GenerationOptions(stop=["a", "b"]).stops == ("a", "b")
+    assert GenerationOptions().stops == ()
+
+
+@pytest.mark.parametrize("made", [TierOptions, ConnectorConfig])
+@pytest.mark.parametrize(
+    "options", [{"memory_gib": -1}, {"disk_gib": -1}, {"remote_timeout_s": 0}, {"kv_dtype": "int4"}]
+)
+def test_a_tier_option_that_cannot_be_is_named(made: type, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(UsageError, match=f"{name} is .*; choose "):
+        made(**options)
+
+
+def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm() -> None:
+    words = r"choose 0 \(full reuse\) to 1 \(recompute every chunk token\), or 'auto'"
+    for made in (ConnectorConfig, BlendParams):
+        with pytest.raises(UsageError, match=words):
+            made(ratio=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords"), [(TierOptions, TierKeywords), (GenerationOptions, GenerationKeywords)]
+)
+def test_type_checkers_are_told_the_same_names_and_types(options: type, keywords: type) -> None:
+    names = options.__dataclass_fields__
+    hints = get_type_hints(options)
+    assert get_type_hints(keywords) == {name: hints[name] for name in names}

@@ -1,0 +1,78 @@
+"""One request through the house: the files and functions of ragblend that a warm `BlendLLM.invoke` passes.
+
+    python -m tools.structure.walk [--json]
+
+A function counts once, however often it is called; lambdas and comprehensions belong to the function they stand in. The
+prompt holds three stored chunks that are found in its text, and the answer is one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ragblend
+from ragblend import BlendLLM
+from ragblend.demo.corpus import sample_corpus
+from ragblend.precompute import precompute_documents
+
+PACKAGE = Path(ragblend.__file__).parent
+
+
+def walk(call: Callable[[], object]) -> dict[str, list[str]]:
+    """The functions that `call` enters, in order, by the file of the package that they stand in."""
+    seen: dict[str, list[str]] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+            functions = seen.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), [])
+            if code.co_qualname not in functions:
+                functions.append(code.co_qualname)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return seen
+
+
+def blended_call() -> dict[str, list[str]]:
+    """`walk` of the third call of one chain: by then models are loaded and chunks are in memory."""
+    chunks = [chunk for record in sample_corpus().records[:1] for chunk in record.chunks[:3]]
+    with tempfile.TemporaryDirectory() as store:
+        llm = BlendLLM(model="demo", store=store, max_tokens=1)
+        precompute_documents(chunks, llm)
+        prompt = "\n\n".join([*chunks, "Who works there?"])
+        for _ in range(2):
+            llm.invoke(prompt)
+        return walk(lambda: llm.invoke(prompt))
+
+
+def main() -> None:
+    """Print the walk."""
+    parser = argparse.ArgumentParser(description="Trace one blended LangChain call.")
+    parser.add_argument("--json", action="store_true", help="One JSON object.")
+    options = parser.parse_args()
+    seen = blended_call()
+    count = sum(map(len, seen.values()))
+    if options.json:
+        print(json.dumps({"num_files": len(seen), "num_functions": count, "files": seen}, indent=1))
+        return
+    for file, functions in seen.items():
+        print(f"{file}: {', '.join(functions)}")
+    print(f"{len(seen)} files, {count} functions")
+
+
+if __name__ == "__main__":
+    main()
