@@ -51,7 +51,7 @@ from ragblend.engine.vllm.metrics import BlendPromMetrics, BlendStats  # noqa: E
 
 log = logging.getLogger(__name__)
 
-_REPORTS_KEPT = 1024  # for requests that a stop string ends; see vllm_extension
+_REPORTS_KEPT = 1024  # for requests that a stop string ends; see extension
 
 
 @dataclass

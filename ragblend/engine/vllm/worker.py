@@ -38,7 +38,7 @@ from ragblend.errors import DamagedEntryError, UsageError
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # as in transformers_engine
+_PREFIXES_KEPT = 8  # as in hf.blend
 _NO_RECOMPUTE = (Check(0, 0.0),)
 
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
@@ -285,7 +285,7 @@ class BlendWorker:
     # -- their parts
 
     def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """What to fuse by which rule, as transformers_engine does."""
+        """What to fuse, by which rule."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
         choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
         if params.mode == "blend":
