@@ -41,7 +41,7 @@ app = typer.Typer(
 @takes("model backend index store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
-    from ragblend.upkeep.maintenance import examine
+    from ragblend.upkeep.doctor import examine
 
     checks = examine(settings)
     lines = [f"{'ok ' if check.ok else 'NO '} {check.name}: {check.finding}" for check in checks]

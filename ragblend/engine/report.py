@@ -63,7 +63,7 @@ class BlendReport:
     attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute,
     attention_recomputed: float | None = None  # on recomputed ones,
     attention_stale: float | None = None  # and on those whose stored KV never saw the chunks before; they sum to 1
-    mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fusor.relative_deviation`
+    mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fuse.relative_deviation`
     predicted_agreement: float | None = None  # chance that the first token is full prefill's, where calibrated
     num_damaged_entries: int = 0
     refused_reason: str = ""  # why nothing was reused although it could have been: full prefill was faster,

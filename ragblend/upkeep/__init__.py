@@ -1,1 +1,1 @@
-"""What an operator runs: verify, gc, calibrate, profile, explain, serve, keys."""
+"""What an operator runs: verify, gc, doctor, calibrate, profile, explain, serve, keys."""

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, MemoryKV, in_memory
+from ragblend.engine.store.kv import MemoryKV, in_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore
@@ -75,21 +75,6 @@ class Effort:
     def lengths(self) -> tuple[int, ...]:
         """Chunks per prompt at which full prefill is timed: one, half of them, all."""
         return tuple(sorted({1, (self.num_chunks + 1) // 2, self.num_chunks}))
-
-
-class _Subject(Protocol):
-    """An engine as it is measured: token ids in, seconds and KV out."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hardware(self) -> Mapping[str, Any]: ...
-    def precompute(self, chunk: Ids) -> None: ...
-    def stored(self) -> list[MemoryKV]: ...  # the chunks' KV
-    def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float: ...
-    def close(self) -> None: ...  # leaves nothing of the chunks behind
 
 
 def measure_machine(
@@ -153,24 +138,23 @@ def _make_prompts(effort: Effort, vocab_size: int, prefix: Ids) -> tuple[list[Id
 
 
 def _times(
-    subject: _Subject, prompts: Sequence[TokenizedPrompt], effort: Effort
+    subject: _OnTransformers | _OnVllm, prompts: Sequence[TokenizedPrompt], effort: Effort
 ) -> tuple[dict[float, float], dict[float, float]]:
     """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
     longest = prompts[-1]
     subject.prefill_s(longest, "full", effort.rule, 1.0)  # warm-up
     subject.prefill_s(longest, "blend", effort.rule, DEFAULT_RATIO)
-    full: dict[float, list[float]] = {prompt.num_tokens: [] for prompt in prompts}
-    blend: dict[float, list[float]] = {ratio: [] for ratio in effort.ratios}
+    full, blend = [], []
     for _ in range(effort.repeats):
-        for prompt in prompts:
-            full[prompt.num_tokens].append(subject.prefill_s(prompt, "full", effort.rule, 1.0))
-        for ratio in effort.ratios:
-            blend[ratio].append(subject.prefill_s(longest, "blend", effort.rule, ratio))
-    return _medians(full), _medians(blend)
+        full.append([subject.prefill_s(prompt, "full", effort.rule, 1.0) for prompt in prompts])
+        blend.append([subject.prefill_s(longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
+    full_s, blend_s = (map(statistics.median, zip(*taken, strict=True)) for taken in (full, blend))
+    lengths = (prompt.num_tokens for prompt in prompts)
+    return dict(zip(lengths, full_s, strict=True)), dict(zip(effort.ratios, blend_s, strict=True))
 
 
 class _OnTransformers:
-    """An engine that shares the model, but keeps its KV in a memory tier of its own."""
+    """An engine that shares the model, but keeps its KV in a memory tier of its own. Closing it leaves nothing."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._layers = engine.layers
@@ -209,7 +193,7 @@ class _OnTransformers:
 
 
 class _OnVllm:
-    """vLLM in this process, through its scheduler and its connector, as requests go."""
+    """vLLM in this process, through its scheduler and its connector, as requests go. Closing it deletes the chunks."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -316,12 +300,9 @@ def remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
 def read_speed(tier: KVStore, keys: Sequence[str]) -> float:
     """Bytes per second from asking for the keys until every layer of all has been read, as a request reads them."""
     start_s = perf_counter()
-    found: list[ChunkKV] = []
-    for key in keys:
-        kv = tier.get(key)
-        if kv is None:
-            raise BackendUnreachableError(f"a chunk that was just written is not in {type(tier).__name__}; see the log")
-        found.append(kv)
+    found = [kv for key in keys if (kv := tier.get(key)) is not None]
+    if len(found) < len(keys):
+        raise BackendUnreachableError(f"a chunk that was just written is not in {type(tier).__name__}; see the log")
     for layer in range(found[0].header.num_layers):
         for kv in found:
             kv.layer(layer)
@@ -349,10 +330,6 @@ def find_profile(settings: Settings, vllm_options: Mapping[str, Any] | None = No
             f"ragblend profile --model {settings.model} --store {settings.store}{backend}"
         )
     return found
-
-
-def _medians(samples: dict[float, list[float]]) -> dict[float, float]:
-    return {key: statistics.median(taken) for key, taken in samples.items()}
 
 
 def _ids(draw: random.Random, count: int, vocabulary: int) -> Ids:

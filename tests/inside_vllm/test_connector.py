@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.connector import COUNTERS, BlendConnector, BlendReports, BlendStats, ConnectorConfig
+from ragblend.engine.vllm.connector import BlendConnector, BlendReports, ConnectorConfig
+from ragblend.engine.vllm.metrics import COUNTERS, BlendStats
 from ragblend.errors import UsageError
 
 

@@ -72,7 +72,7 @@ def connector(engine: Any) -> Any:
 
 def set_load_share(ours: Any, reference: Any, share: float) -> None:
     """How slow the disk is, in both engines' profiles."""
-    for each in (connector(ours)._loading, reference):
+    for each in (connector(ours).scheduler.loading, reference):
         each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
 
 
@@ -106,17 +106,19 @@ def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itsel
 
 def test_a_request_that_names_its_ratio_is_not_refused(engines: tuple[Any, Any]) -> None:
     ours, _ = engines
-    ours_ratio = connector(ours).config
+    ours_ratio = connector(ours).scheduler.config
     assert ours.generate(PROMPT, recompute_ratio=0.15, max_tokens=1).report.num_chunk_hits == 3
     assert ours.generate(PROMPT, mode="reuse", max_tokens=1).report.num_chunk_hits == 3
     forget_memory(*engines)
     try:
-        connector(ours).config = replace(ours_ratio, ratio=0.3)  # as `serve --ratio` sets it: for those that name none
+        connector(ours).scheduler.config = replace(
+            ours_ratio, ratio=0.3
+        )  # as `serve --ratio` sets it: for those that name none
         assert ours.generate(PROMPT, max_tokens=1).report.recompute_ratio == 0.3
         forget_memory(*engines)
         assert ours.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.refused_reason
     finally:
-        connector(ours).config = ours_ratio
+        connector(ours).scheduler.config = ours_ratio
 
 
 @pytest.mark.parametrize("load_share", [0.3, 0.5, HIDING])
@@ -140,7 +142,7 @@ def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
     points = tuple(CurvePoint(ratio, ratio, ratio, ratio, ratio, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = Fit("cacheblend_k", 1, 0.25, True, points)
     facts = (ours.fingerprint, ours.default_prefix_ids, "any", 1e9, 0.25, 60, "k 3")
-    disk = connector(ours)._disk
+    disk = connector(ours).scheduler.disk
     path = keep_calibration(disk, Calibration(*facts, (fit,)))
     try:
         for share in (FAST, HIDING):

@@ -109,13 +109,13 @@ def test_while_the_remote_is_silent_other_requests_go_on(redis_server, first, ch
         add(core, "plain", plain, None)
         done = run_until(core, "plain")
         assert done == {"plain": first["plain"][1]}
-        assert len(connector(llm)._asked) == 2
+        assert len(connector(llm).scheduler.asked) == 2
         core.abort_request(["given up"])
         proxy.close()  # every connection breaks, none can be made: down
         assert run_until(core, "waiting") == {"waiting": first["plain"][0]}
         assert counters["remote_failures"] > 0
         assert not counters.get("remote_hits")
-        assert not connector(llm)._asked
+        assert not connector(llm).scheduler.asked
         assert free_blocks(llm) == free
 
 
@@ -128,7 +128,7 @@ def test_a_slow_remote_is_given_up_at_its_time_limit(redis_server, first, checkp
             output = ask(llm, *request)
             assert tokens(output) == first["plain"][index]
             assert report(output)["num_chunk_hits"] == 0
-        assert not connector(llm)._remote.breaker.is_closed  # and is not asked any more
+        assert not connector(llm).scheduler.remote.breaker.is_closed  # and is not asked any more
     proxy.close()
 
 

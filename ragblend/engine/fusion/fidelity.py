@@ -1,17 +1,20 @@
-"""How close to full prefill an answer is: figures that every engine's report has, from what fusing found.
+"""What every engine's report says of a fused prompt: what was reused and recomputed, how close to full prefill it is.
 
 Knows what the fusor returns, and logits. Knows nothing about text, requests or backends.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.plan import Fused, FusePlan
-from ragblend.engine.report import BlendReport
+from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
+from ragblend.engine.fusion.rules import charged_budget, charged_budget_at
+from ragblend.engine.report import BlendReport, PrefixMatch
 
 
 class AttentionShares(NamedTuple):
@@ -20,6 +23,52 @@ class AttentionShares(NamedTuple):
     exact: float
     recomputed: float
     stale: float
+
+
+class Seen(Protocol):
+    """What a stored chunk was computed behind, as `lookup.Context` tells it."""
+
+    @property
+    def match(self) -> PrefixMatch: ...  # noqa: D102
+    @property
+    def has_neighbour(self) -> bool: ...  # noqa: D102
+
+
+def note_fused(
+    report: BlendReport,
+    starts: Iterable[int],
+    stored: Mapping[int, tuple[Placement, Seen]],
+    plan: FusePlan,
+    fused: Fused,
+) -> None:
+    """Put into `report` what was reused and recomputed, per chunk and in all, and `note_fidelity`'s figures.
+
+    Its chunks, misses so far, begin at `starts`; `stored` are those whose stored KV was used, by that position.
+    """
+    recomputed = sorted(fused.recomputed.tolist())
+    num_computed = 0  # chunk tokens with no KV at hand: they run through every layer
+    for chunk, start in zip(report.chunks, starts, strict=True):
+        if start in stored:
+            placement, seen = stored[start]
+            header = placement.kv.header
+            chunk.hit, chunk.prefix_match, chunk.behind_neighbour = True, seen.match, seen.has_neighbour
+            chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
+            chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
+        elif start < plan.num_resident:
+            chunk.hit, chunk.prefix_match, chunk.exact = True, "exact", True
+        else:
+            num_computed += chunk.num_tokens
+    total = plan.num_chunk_tokens + num_computed
+    rows = [count + num_computed for count in fused.rows_per_layer]
+    report.charged_budget = charged_budget(rows, total)
+    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
+    report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
+    report.num_prefix_tokens, report.num_recomputed_tokens = plan.num_resident, len(recomputed)
+    report.probe_s, report.select_s = fused.probe_s, fused.select_s
+    # The last token is computed even when its KV is stored, where its logits are the answer.
+    ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
+    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
+    note_fidelity(report, plan, fused)
 
 
 def note_fidelity(report: BlendReport, plan: FusePlan, fused: Fused) -> None:

@@ -98,7 +98,7 @@ class FusePlan:
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
     rule: Rule
-    checks: tuple[Check, ...]  # see selection.schedule
+    checks: tuple[Check, ...]  # see rules.schedule
     num_resident: int = 0
     seed: int = 0
     num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,20 +19,12 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.base import EngineBase
-from ragblend.engine.fusion.fidelity import note_fidelity
+from ragblend.engine.fusion.fidelity import note_fused
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
-from ragblend.engine.fusion.rules import (
-    RULES,
-    Check,
-    Choice,
-    charged_budget,
-    charged_budget_at,
-    find_rule,
-    settle,
-)
+from ragblend.engine.fusion.rules import RULES, Check, Choice, find_rule, settle
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import BlendReport, ChunkReport
@@ -301,38 +292,11 @@ class BlendingEngine(EngineBase):
     def _report(self, request: Request, found: Found, decided: Decided, plan: FusePlan, result: Fused) -> BlendReport:
         """What was reused and recomputed, per chunk and in all."""
         rule = plan.rule.name if request.mode == "blend" else "none"
-        report = BlendReport(request.mode, rule, decided.ratio, probe_s=result.probe_s, select_s=result.select_s)
+        report = BlendReport(request.mode, rule, decided.ratio)
         report.predicted_agreement = request.predicted_agreement(decided.ratio)
-        report.num_prefix_tokens = found.num_resident
-        recomputed = sorted(result.recomputed.tolist())
-        num_computed = 0  # chunk tokens with no stored KV: they run through every layer
-        for segment in request.prompt.chunk_segments:
-            hit = found.chunks.get(segment.start)
-            inside = bisect_left(recomputed, segment.end) - bisect_left(recomputed, segment.start) if hit else 0
-            resident = segment.start < found.num_resident
-            if not hit and not resident:
-                num_computed += segment.num_tokens
-            report.chunks.append(
-                ChunkReport(
-                    _source(segment),
-                    segment.num_tokens,
-                    hit=hit is not None or resident,
-                    prefix_match=hit[1].match if hit else "exact" if resident else None,
-                    exact=hit[0].exact and hit[0].kv.header.is_lossless if hit else resident,
-                    behind_neighbour=hit is not None and hit[1].has_neighbour,
-                    num_recomputed_tokens=inside,
-                    kv_dtype=hit[0].kv.header.stored_dtype if hit else None,
-                )
-            )
-        total = plan.num_chunk_tokens + num_computed
-        rows = [count + num_computed for count in result.rows_per_layer]
-        report.charged_budget = charged_budget(rows, total)
-        report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
-        report.num_recomputed_tokens = len(recomputed)
-        note_fidelity(report, plan, result)
-        # The last token is computed even when its KV is stored: its logits are the answer.
-        ends_stored = any(placement.end == request.prompt.num_tokens for placement in plan.placements)
-        report.num_reused_tokens = found.num_resident + plan.num_chunk_tokens - len(recomputed) - ends_stored
+        segments = request.prompt.chunk_segments
+        report.chunks = [ChunkReport(_source(segment), segment.num_tokens, hit=False) for segment in segments]
+        note_fused(report, (segment.start for segment in segments), found.chunks, plan, result)
         return report
 
     def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:

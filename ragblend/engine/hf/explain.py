@@ -31,7 +31,7 @@ KV, kept."""
 
 @dataclass(frozen=True, slots=True)
 class ExplainedToken:
-    """One token of the prompt. Deviations are means over the layers of `fusor.relative_deviation`; 0 is equal."""
+    """One token of the prompt. Deviations are means over the layers of `fuse.relative_deviation`; 0 is equal."""
 
     id: int
     text: str  # "" where a later token completes the character

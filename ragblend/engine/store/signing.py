@@ -1,10 +1,10 @@
 """The store's key: entries and notes that carry its signature were written by somebody who has it.
 
 A signature is keyed BLAKE2b (RFC 7693) over a whole header, which holds a BLAKE3 digest of every layer. The entries of
-each namespace are signed with a key of their own, derived from the store's, and each kind of note (profiles, models,
-machines) with another, so that nothing signed as one thing passes for another. The key comes from the environment or a
-file of the user's own, never from a folder that is being worked in, and is never shown. Knows bytes, JSON values and
-where keys are kept; nothing of what is signed.
+each namespace are signed with a key of their own, derived from the store's, and each kind of note (calibrations,
+models, machines) with another, so that nothing signed as one thing passes for another. The key comes from the
+environment or a file of the user's own, never from a folder that is being worked in, and is never shown. Knows bytes,
+JSON values and where keys are kept; nothing of what is signed.
 """
 
 from __future__ import annotations

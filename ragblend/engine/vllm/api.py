@@ -22,6 +22,7 @@ from typing import Any
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,6 @@ class ServedChunks:
         self._model = vllm_config.model_config
         self._directory = str(Path(config.store).absolute())
         self.store = config.open_shared()
-        from ragblend.engine.vllm.connector import model_fingerprint, model_shape
-
         self._fingerprint = model_fingerprint(self._model)
         self.store.expect(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}

@@ -170,26 +170,25 @@ class Connection:
         except Exception as error:  # of whatever kind: what a socket raises that is shut down while it is read
             if self._closed.is_set():
                 raise EngineClosedError(f"the engine over {self.url} was closed while it was answering") from error
-            with self._named():
+            named = self._named(error)
+            if named is None:
                 raise
+            raise named from error
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.TimeoutException as error:
-            raise BackendUnreachableError(
-                f"{self.url} did not answer in time ({type(error).__name__}); look at its log, or wait longer "
-                "(timeout=SECONDS)"
-            ) from error
-        except (httpx.ReadError, httpx.RemoteProtocolError) as error:
-            raise BackendUnreachableError(
-                f"{self.url} went away in the middle of an answer ({error}); look at its log and ask again"
-            ) from error
-        except httpx.TransportError as error:
-            raise BackendUnreachableError(
-                f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
-            ) from error
+    def _named(self, error: Exception) -> RagblendError | None:
+        """What a failure of the network means here; None for anything else."""
+        if isinstance(error, httpx.TimeoutException):
+            found = (
+                f"did not answer in time ({type(error).__name__}); look at its log, or wait longer (timeout=SECONDS)"
+            )
+            return BackendUnreachableError(f"{self.url} {found}")
+        if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+            found = f"went away in the middle of an answer ({error}); look at its log and ask again"
+            return BackendUnreachableError(f"{self.url} {found}")
+        if isinstance(error, httpx.TransportError):
+            found = f"no server answers at {self.url} ({error}); start one: ragblend serve MODEL --store DIR"
+            return BackendUnreachableError(found)
+        return None
 
     def _error(self, response: httpx.Response, path: str) -> RagblendError:
         status, said = response.status_code, _message(response.text)
@@ -248,22 +247,26 @@ class ServerStore:
     """The server's store, seen through its HTTP interface: what is there and what is to go, never the KV itself.
 
     `root` is a directory of this machine where the texts of ingested chunks are remembered; None keeps them in memory.
+    Of a server that does not blend nothing is stored, and nothing is asked.
     """
 
-    def __init__(self, connection: Connection, root: Path | None = None) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, root: Path | None = None, blends: bool = True) -> None:
+        self._connection, self._blends = connection, blends
         self.url = connection.url
         self.root = root
         self.counters = StoreCounters()
 
     def contains(self, key: str) -> bool:
         """Whether the server's store has `key`."""
-        stored = self._connection.json("POST", "/v1/ragblend/stored", {"keys": [key]}).get("stored")
+        stored = self._ask("stored", key).get("stored")
         return bool(stored and stored[0])
 
     def delete(self, key: str) -> bool:
         """Remove `key` from the server's store; whether it was there."""
-        return bool(self._connection.json("POST", "/v1/ragblend/forget", {"keys": [key]}).get("num_removed"))
+        return bool(self._ask("forget", key).get("num_removed"))
+
+    def _ask(self, route: str, key: str) -> dict[str, Any]:
+        return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": [key]}) if self._blends else {}
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Never: KV stays on the server."""
@@ -280,18 +283,6 @@ class ServerStore:
     def nbytes(self) -> int:
         """Not known here."""
         return 0
-
-
-class NoStore(ServerStore):
-    """What stands for the store of a vLLM server without ragblend: nothing is stored, nothing can be."""
-
-    def contains(self, key: str) -> bool:
-        """Nothing is."""
-        return False
-
-    def delete(self, key: str) -> bool:
-        """Nothing was."""
-        return False
 
 
 class VllmClient(VllmBase):
@@ -314,8 +305,8 @@ class VllmClient(VllmBase):
     ) -> None:
         self.connection = connection
         self.served_model = facts.model
-        blends = bool(facts.fingerprint)
-        store = ServerStore(connection, root) if blends else NoStore(connection, root)
+        self.blends = bool(facts.fingerprint)
+        store = ServerStore(connection, root, self.blends)
         own = Facts(
             name,
             facts.fingerprint or f"served-{facts.model}",
@@ -323,8 +314,7 @@ class VllmClient(VllmBase):
             facts.bytes_per_token,
             segmenter.stop_ids() | frozenset(stop_ids),
         )
-        self.blends = blends
-        if not blends:
+        if not self.blends:
             log.warning(
                 "the server at %s is vLLM without ragblend and reuses no chunks; start it with: ragblend serve %s",
                 connection.url,

@@ -38,7 +38,7 @@ class ConnectorConfig(TierOptions):
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
-    separator_end_ids: tuple[int, ...] = ()  # see vllm_params.spans_between
+    separator_end_ids: tuple[int, ...] = ()  # see params.spans_between
     slice_tokens: int = option(
         0, "Work between two engine steps, as a prefill of so many tokens; 0: max_num_batched_tokens.", at_least(0)
     )

@@ -12,8 +12,9 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -26,6 +27,7 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
 from ragblend.engine.vllm.params import PARAMS_KEY, report_from
+from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.segmenter import Segmenter
 from ragblend.redaction import has_secret
@@ -60,11 +62,9 @@ class VllmEngine(VllmBase):
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = segmenter.stop_ids() | _generation_stops(engine)
-        # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
-        from ragblend.engine.vllm.connector import model_fingerprint
-
         self.vllm_config = engine.vllm_config
         self.hardware = machine_facts_of(engine.vllm_config)
+        # As the connector reads it: vllm_options may change the model (hf_overrides, quantization).
         fingerprint = model_fingerprint(engine.model_config)
         narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
@@ -76,7 +76,7 @@ class VllmEngine(VllmBase):
         """Run one request in vLLM's batch. Closing the generator aborts it."""
         answers: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
-        self._loop.submit(_Add(request_id, request, sorted(self.facts.stop_ids), answers))
+        self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.facts.stop_ids), answers), answers)
         finished = False
         try:
             while not finished:
@@ -88,16 +88,17 @@ class VllmEngine(VllmBase):
                 yield answer
         finally:
             if not finished:
-                self._loop.submit(_Abort(request_id))
+                with suppress(RagblendError):  # the loop has ended, and the request with it
+                    self._loop.submit(partial(self._loop.abort, request_id))
 
     def bring_closer(self, keys: list[str]) -> None:
         """Between two engine steps, or at once while vLLM rests."""
-        self._loop.submit(_Prefetch(keys))
+        self._loop.submit(partial(self._loop.prefetch, keys))
 
     def reset_prefix_cache(self) -> bool:
         """Have vLLM forget the prefixes it has cached; False, and nothing forgotten, while a request holds some."""
         answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
-        self._loop.submit(_Reset(answer))
+        self._loop.submit(partial(self._loop.reset_prefix_cache, answer), answer)
         done = answer.get()
         if isinstance(done, BaseException):
             raise done
@@ -190,26 +191,11 @@ def _generation_stops(engine: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else [])
 
 
-class _Add(NamedTuple):
-    request_id: str
-    request: VllmRequest
-    stop_ids: list[int]
-    answers: queue.SimpleQueue[Delta | BaseException]
+class _Task(NamedTuple):
+    """Something to do between two engine steps, and where somebody waits for what becomes of it."""
 
-
-class _Abort(NamedTuple):
-    request_id: str
-
-
-class _Reset(NamedTuple):
-    answers: queue.SimpleQueue[bool | BaseException]
-
-
-class _Prefetch(NamedTuple):
-    keys: list[str]
-
-
-_Command = _Add | _Abort | _Reset | _Prefetch
+    run: Callable[[], None]
+    answers: queue.SimpleQueue[Any] | None = None
 
 
 class _Loop:
@@ -217,7 +203,7 @@ class _Loop:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[Delta | BaseException]] = {}
         self._may_stop: set[str] = set()  # requests that may end before vLLM has told the report
         self._failure: BaseException | None = None
@@ -225,26 +211,25 @@ class _Loop:
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
         self._thread.start()
 
-    def submit(self, command: _Command) -> None:
-        """Queue a request, or its end. Raises RagblendError when the engine has stopped."""
+    def submit(self, run: Callable[[], None], answers: queue.SimpleQueue[Any] | None = None) -> None:
+        """Have the thread do it; `answers` gets the error if it does not come to that. Raises RagblendError when the
+        engine has stopped."""
         with self._lock:
             if not self._thread.is_alive() or self._failure is not None:
-                if isinstance(command, _Abort):
-                    return
                 if self._failure is None or isinstance(self._failure, EngineClosedError):
                     raise EngineClosedError("the vLLM engine is closed; load it again")
                 raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
-            self._commands.put(command)
+            self._tasks.put(_Task(run, answers))
 
     def close(self) -> None:
         """End the thread and vLLM with it. Requests under way end with EngineClosedError."""
-        self._commands.put(None)
+        self._tasks.put(None)
         self._thread.join()
 
     def run(self) -> None:
         """Until closed: new requests in, one step, outputs out."""
         try:
-            while self._take_commands():
+            while self._work_off():
                 outputs = self._engine.step()
                 for output in outputs:
                     self._hand_out(output)
@@ -256,67 +241,75 @@ class _Loop:
             failure.__cause__ = error
         with self._lock:
             self._failure = failure
-        while not self._commands.empty():
-            command = self._commands.get()
-            if isinstance(command, _Add):
-                self._answers[command.request_id] = command.answers
-            elif isinstance(command, _Reset):
-                command.answers.put(failure)
-        for answers in self._answers.values():
+        waiting = list(self._answers.values())
+        while not self._tasks.empty():
+            task = self._tasks.get()
+            waiting += [task.answers] if task is not None and task.answers is not None else []
+        for answers in waiting:
             answers.put(failure)
         stop_vllm(self._engine)
         self._engine = None
 
-    def _take_commands(self) -> bool:
-        """Carry out what is queued, waiting for something when vLLM is idle. False: close."""
-        while True:
-            idle = not self._engine.has_unfinished_requests()
-            if not idle and self._commands.empty():
-                return True
-            command = self._commands.get()
-            if command is None:
+    def _work_off(self) -> bool:
+        """Do what is queued, waiting for something when vLLM is idle. False: close."""
+        while not (self._engine.has_unfinished_requests() and self._tasks.empty()):
+            task = self._tasks.get()
+            if task is None:
                 return False
-            if isinstance(command, _Abort):
-                self._may_stop.discard(command.request_id)
-                if self._answers.pop(command.request_id, None) is not None:
-                    self._engine.abort_request([command.request_id])
-                continue
-            if isinstance(command, _Reset):
-                command.answers.put(bool(self._engine.reset_prefix_cache()))
-                continue
-            if isinstance(command, _Prefetch):
-                self._prefetch(command.keys)
-                continue
-            try:
-                self._add(command)
-            except Exception as error:
-                command.answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+            task.run()
+        return True
 
-    def _prefetch(self, keys: list[str]) -> None:
+    # -- tasks
+
+    def add(
+        self,
+        request_id: str,
+        request: VllmRequest,
+        stop_ids: list[int],
+        answers: queue.SimpleQueue[Delta | BaseException],
+    ) -> None:
+        """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = request.options
+        try:
+            params = SamplingParams(
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+                max_tokens=options.max_tokens,
+                stop_token_ids=stop_ids,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={"kv_transfer_params": request.kv_transfer_params},
+            )
+            self._engine.add_request(request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
+        except Exception as error:
+            answers.put(RagblendError(f"vLLM refuses the request: {error}"))
+            return
+        self._answers[request_id] = answers
+        if options.stops:
+            self._may_stop.add(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it has not ended."""
+        self._may_stop.discard(request_id)
+        if self._answers.pop(request_id, None) is not None:
+            self._engine.abort_request([request_id])
+
+    def prefetch(self, keys: list[str]) -> None:
+        """Have the workers read `keys` into their memory."""
         try:
             self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
         except Exception as error:  # somebody's own worker_extension_cls: requests load what they need themselves
             log.warning("nothing is prefetched: %s", error)
 
-    def _add(self, command: _Add) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def reset_prefix_cache(self, answer: queue.SimpleQueue[bool | BaseException]) -> None:
+        """Have vLLM forget its cached prefixes; whether it did goes to `answer`."""
+        answer.put(bool(self._engine.reset_prefix_cache()))
 
-        request, options = command.request, command.request.options
-        params = SamplingParams(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            stop_token_ids=command.stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": request.kv_transfer_params},
-        )
-        self._engine.add_request(command.request_id, {"prompt_token_ids": request.prompt.token_ids}, params)
-        self._answers[command.request_id] = command.answers
-        if options.stops:
-            self._may_stop.add(command.request_id)
+    # -- what comes back
 
     def _hand_out(self, output: Any) -> None:
         may_stop = output.request_id in self._may_stop

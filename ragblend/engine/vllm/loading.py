@@ -1,7 +1,7 @@
 """What vLLM's scheduler knows about loading: whether reuse pays, at which ratio, and what to read before its turn.
 
 Stored KV is read by the workers, maybe in other processes; what each request does is decided in the scheduler. So a
-worker tells which chunks are in its memory tier (`MemoryWatch`), `Loading` follows `controller.decide` with that, and
+worker tells which chunks are in its memory tier (`MemoryWatch`), `Loading` follows `pipeline.decide` with that, and
 `ReadAhead` names chunks that the workers may read while their disk has nothing to do. Knows chunks by key and stores;
 knows no requests, no prompts and no vLLM.
 """
@@ -49,7 +49,7 @@ class MemoryWatch:
 
 
 class Loading:
-    """The loading controller of one scheduler: `controller.decide`, by what was measured on this machine.
+    """The loading controller of one scheduler: `pipeline.decide`, by what was measured on this machine.
 
     `machine` None: nothing was, and every request gets the ratio it asked for. What the workers hold is known from
     their reports, which come with every step that changed something. While the engine rests, a prefetch changes it

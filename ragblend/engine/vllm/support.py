@@ -1,4 +1,4 @@
-"""Which vLLM, which models and which settings the connector can serve exactly, and why not the others.
+"""Which vLLM, models and settings the connector can serve exactly, and why not the others; how a model is named.
 
 Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelError with the reason and the way out.
 """
@@ -9,7 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
-from ragblend.errors import RagblendError, UnsupportedModelError
+from ragblend.engine.hf.model import find_model
+from ragblend.engine.hf.model import model_fingerprint as checkpoint_fingerprint
+from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 
 OLDEST, BEFORE = (0, 28), (0, 34)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. Shown to work: 0.32.0 on CPU."""
@@ -133,6 +136,27 @@ def refuse_bent_attention(impl: Any) -> None:
         found.append("a soft cap")
     if found:
         raise UnsupportedModelError(f"its attention has {' and '.join(found)}, which ragblend lacks. {_WAY_OUT}")
+
+
+def model_fingerprint(model_config: Any) -> str:
+    """The transformers engine's fingerprint of the checkpoint that vLLM serves, so that both use each other's KV.
+
+    Overrides of the config are part of it. Online quantisation, which changes the KV, gives another one.
+    """
+    overrides = getattr(model_config, "hf_overrides", None) or {}
+    if not isinstance(overrides, dict):
+        raise UsageError("hf_overrides is a function, so the model cannot be told from others; give a dictionary")
+    path, dtype = find_model(str(model_config.model)), dtype_name(model_config.dtype)
+    is_quantised = getattr(model_config.hf_config, "quantization_config", None) is not None  # in the file, too
+    online = None if is_quantised else model_config.quantization
+    return checkpoint_fingerprint(path, f"{dtype}+{online}" if online else dtype, overrides)
+
+
+def model_shape(model_config: Any) -> ModelShape:
+    """What stored KV of the model looks like, all ranks' heads together."""
+    heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
+    layers = int(model_config.hf_text_config.num_hidden_layers)
+    return ModelShape.of(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)
 
 
 def _name(dtype: Any) -> str:

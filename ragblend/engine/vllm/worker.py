@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fidelity import note_fidelity
+from ragblend.engine.fusion.fidelity import note_fused
 from ragblend.engine.fusion.fuse import Run, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
-from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
+from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import Check, Choice, charged_budget, charged_budget_at, find_rule, settle
+from ragblend.engine.fusion.rules import Check, Choice, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
 from ragblend.engine.vllm.params import BlendParams
@@ -37,7 +38,7 @@ from ragblend.errors import DamagedEntryError, UsageError
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # as in transformers_engine
+_PREFIXES_KEPT = 8  # as in hf.blend
 _NO_RECOMPUTE = (Check(0, 0.0),)
 
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
@@ -53,7 +54,7 @@ class StoredSpan(NamedTuple):
     key: str
     match: PrefixMatch
     exact: bool
-    behind_neighbour: bool = False
+    has_neighbour: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +247,11 @@ class BlendWorker:
         if self.timelines is not None:
             self.timelines.append(source.timeline(ends_s))
         report = BlendReport(job.params.told_as, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
-        report.load_s, report.stall_s, report.probe_s = source.load_s, source.stall_s, result.probe_s
-        report.select_s = result.select_s
-        report.num_damaged_entries = len(damaged)
-        _count(report, job, plan, result)
+        report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
+        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.params.spans]
+        spans = {span.start: span for span in job.stored}
+        used = {each.start: (each, spans[each.start]) for each in plan.placements}
+        note_fused(report, (start for start, _ in job.params.spans), used, plan, result)
         return _Outcome(report)
 
     def _ingest(self, job: Job) -> Steps[_Outcome]:
@@ -283,7 +285,7 @@ class BlendWorker:
     # -- their parts
 
     def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """What to fuse by which rule, as transformers_engine does."""
+        """What to fuse, by which rule."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
         choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
         if params.mode == "blend":
@@ -374,41 +376,11 @@ class BlendWorker:
             return None
 
     def _header(self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
-        from ragblend.engine.store.keys import chunk_key
-
         key = chunk_key(job.fingerprint, prefix_ids, ids, namespace)
         dtype = dtype_name(self.layers.dtype)
         return KVHeader(
             key, job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype, namespace=namespace
         )
-
-
-def _count(report: BlendReport, job: Job, plan: FusePlan, result: Fused) -> None:
-    """What was reused and recomputed, counted as transformers_engine does."""
-    hits = {placement.start: placement for placement in plan.placements}
-    stored = {span.start: span for span in job.stored}
-    recomputed = sorted(result.recomputed.tolist())
-    report.num_chunks, report.num_chunk_hits = len(job.params.spans), len(hits)
-    num_computed = 0
-    for start, end in job.params.spans:
-        chunk = ChunkReport("", end - start, start in hits)
-        report.chunks.append(chunk)
-        if not chunk.hit:
-            num_computed += chunk.num_tokens
-            continue
-        header = hits[start].kv.header
-        chunk.prefix_match, chunk.behind_neighbour = stored[start].match, stored[start].behind_neighbour
-        chunk.kv_dtype = header.stored_dtype
-        chunk.exact = hits[start].exact and header.is_lossless
-        chunk.num_recomputed_tokens = bisect_left(recomputed, end) - bisect_left(recomputed, start)
-    total = plan.num_chunk_tokens + num_computed
-    rows = [count + num_computed for count in result.rows_per_layer]
-    report.charged_budget = charged_budget(rows, total)
-    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, result.fixed_cost)
-    report.num_prefix_tokens = plan.num_resident
-    report.num_recomputed_tokens = len(recomputed)
-    note_fidelity(report, plan, result)
-    report.num_reused_tokens = plan.num_resident + plan.num_chunk_tokens - len(recomputed)
 
 
 def worker_of_this_process() -> BlendWorker:

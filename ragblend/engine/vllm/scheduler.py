@@ -1,0 +1,332 @@
+"""The scheduler's half of the connector: what a request asks for, and what can be done for it.
+
+For each request: its parameters, the rule and the ratio, the chunks that are stored, up to where its context will be
+filled, and the report. Nothing here waits for the disk's contents or the network, because vLLM schedules meanwhile.
+Knows vLLM's requests by their attributes; imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours, note_neighbours
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import ModelShape
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.tuning.calibration import Calibrations, Chosen
+from ragblend.engine.tuning.machine import read_machine_profile
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
+from ragblend.engine.vllm.loading import Loading, MemoryChange, ReadAhead, machine_facts_of
+from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, spans_between, told
+from ragblend.engine.vllm.support import model_fingerprint, model_shape
+from ragblend.engine.vllm.worker import Job, StoredSpan
+from ragblend.errors import RagblendError, UsageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request as the scheduler's half sees it."""
+
+    params: BlendParams
+    report: BlendReport
+    end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
+    stored: tuple[StoredSpan, ...] = ()
+    coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
+    waited_s: float = 0.0  # for those
+    choice: Chosen | None = None  # what a calibration says; None where nothing is fused
+    adapts: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
+    is_hidden: bool = False  # from vLLM's prefix cache
+
+
+class BlendScheduler:
+    """Made once in the scheduler's process. `counts` are names of `metrics.COUNTERS`, taken by whoever reports them."""
+
+    def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self.asked: dict[str, _Asked] = {}
+        self._new_jobs: list[Job] = []
+        # What the remote tier has sent is there a second time, so nothing here waits for the disk.
+        local = config.open_local(fsync=False)
+        disk = disk_tier(local)
+        assert disk is not None
+        self.disk = disk
+        self.remote = config.open_remote()
+        self._fetch: RemoteFetch | None = None
+        if self.remote is not None:
+            self._fetch = RemoteFetch(self.remote, self.disk, config.remote_timeout_s)
+        model = vllm_config.model_config
+        self.fingerprint, shape = model_fingerprint(model), model_shape(model)
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                tier.expect(self.fingerprint, shape)
+        root, key = self.disk.root, self.disk.store_key
+        self._calibrations = Calibrations(root, self.fingerprint, len(shape.layers), key)
+        hardware = machine_facts_of(vllm_config)
+        machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
+        self.loading = Loading(machine, self.disk)
+        self._read_ahead = ReadAhead(self.disk, config.memory_bytes)
+        self._note_model(str(model.model), shape)
+
+    def _count(self, **counts: float) -> None:
+        self.counts.update(counts)
+
+    def on_new_request(self, request: Any) -> None:
+        """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
+        self.loading.request_came(request.request_id)
+        try:
+            params = self._params(request)
+            if params is None:
+                return
+            asked = self._settle_wishes(request, params)
+        except RagblendError as error:
+            # Whatever a client sends, it gets an answer: by ordinary prefill.
+            log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
+            asked = _Asked(BlendParams("prefix"), BlendReport("prefix", refused_reason=str(error), failed=True))
+        self.asked[request.request_id] = asked
+        self._count(requests=1, refused_requests=bool(asked.report.refused_reason))
+        if asked.params.mode == "full":
+            _hide_from_prefix_cache(request, asked)
+        elif not asked.report.refused_reason:
+            self._start(request, asked)
+
+    def _params(self, request: Any) -> BlendParams | None:
+        """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
+        given = request.kv_transfer_params
+        if isinstance(given, dict) and PARAMS_KEY in given:
+            return parse_params(given[PARAMS_KEY])
+        if not self.config.separator_ids or request.prompt_token_ids is None:
+            return None
+        spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
+        # An end marker tells that separators open the chunks and belong to them.
+        lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
+        template = ((lead, 0),) * len(spans)
+        return BlendParams(spans=spans, namespace=self.config.namespace, template=template) if spans else None
+
+    def _settle_wishes(self, request: Any, params: BlendParams) -> _Asked:
+        ids = request.prompt_token_ids
+        if ids is None:
+            raise UsageError("the prompt consists of embeddings; ragblend needs token ids")
+        params.check_length(len(ids))
+        rule = self.config.rule if params.rule == "auto" else params.rule
+        ratio = self.config.ratio if params.ratio is None else params.ratio
+        choice = self._calibrations.choose(tuple(ids[: params.spans[0][0]]) if params.spans else (), rule, ratio)
+        params = replace(params, rule=rule, ratio=choice.ratio)
+        blends = params.mode == "blend"
+        used = choice.ratio if blends else float(params.mode == "full")
+        report = BlendReport(params.told_as, choice.rule if blends else "none", used)
+        if choice.fit is not None and params.mode in ("blend", "reuse"):
+            report.predicted_agreement = choice.fit.agreement_at(used)
+        report.num_chunks = len(params.spans)
+        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in params.spans]
+        if params.spans:
+            report.charged_budget = report.charged_budget_32 = 1.0
+        asked = _Asked(params, report)
+        if params.mode in ("full", "prefix") or not params.spans:
+            return asked
+        asked.choice, asked.adapts = choice, blends and choice.is_auto_ratio and self.loading.machine is not None
+        if request.skip_reading_prefix_cache:
+            raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
+        return asked
+
+    def _start(self, request: Any, asked: _Asked) -> None:
+        """Settle what is to be done, at once or, where chunks may come from the remote tier, after they have."""
+        if asked.params.mode == "prefix" or not asked.params.spans:
+            return
+        missing = self._missing(request.prompt_token_ids, asked.params) if self._fetch is not None else []
+        if missing and self._fetch is not None:
+            asked.coming = self._fetch.start(missing)
+        else:
+            self._settle(request, asked)
+
+    def _settle(self, request: Any, asked: _Asked) -> None:
+        """Look the request's chunks up on this machine's disk, and decide up to where its context will be filled."""
+        ids, spans = request.prompt_token_ids, asked.params.spans
+        asked.stored = self._lookup(ids, asked.params)
+        if asked.params.mode == "ingest":
+            asked.end = spans[0][1]
+            if len(self.config.prefix_ids) < spans[0][0]:  # behind more than the prefix: a chunk and its neighbour
+                note_neighbours(self.disk)
+        elif asked.stored:
+            asked.end = asked.stored[-1].end
+            if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
+                asked.stored = asked.stored[:-1]
+                asked.end = asked.stored[-1].end if asked.stored else 0
+        if asked.stored and asked.params.mode != "ingest":
+            self._read_ahead.waits(request.request_id, [span.key for span in asked.stored])
+        if asked.end and not asked.adapts:  # otherwise it may become an ordinary prefill
+            _hide_from_prefix_cache(request, asked)
+
+    def _adapt(self, request: Any, asked: _Asked) -> None:
+        """Settle the ratio by what loading costs, or leave the request to vLLM, where full prefill is faster."""
+        assert asked.choice is not None
+        ids, num_prefix = request.prompt_token_ids, asked.params.spans[0][0]
+        asks_first = find_rule(asked.choice.rule).asks_first
+        decision = self.loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored, asks_first)
+        asked.adapts = False
+        if decision.refused:
+            asked.report = replace(
+                asked.report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None
+            )
+            asked.report.refused_reason = decision.refused
+            asked.stored, asked.end = (), 0
+            self._read_ahead.ends(request.request_id)
+            self._count(refused_requests=1)
+            return
+        asked.report.recompute_ratio = decision.ratio
+        if asked.choice.fit is not None:
+            asked.report.predicted_agreement = asked.choice.fit.agreement_at(decision.ratio)
+        _hide_from_prefix_cache(request, asked)
+
+    def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+        """Stored chunks of the prompt, each from the best context that it is stored behind."""
+        found = []
+        for start, end in params.spans:
+            for key, context in self._candidates(ids, start, end, params):
+                header = self.disk.header(key)
+                if header is not None and header.token_ids == tuple(ids[start:end]):
+                    span = StoredSpan(start, end, key, context.match, context.exact, context.has_neighbour)
+                    found.append(span)
+                    break
+        return tuple(found)
+
+    def _candidates(
+        self, ids: Sequence[int], start: int, end: int, params: BlendParams
+    ) -> Iterator[tuple[str, Context]]:
+        """Keys that a chunk may be stored under, the best one first. What is to be ingested has one only."""
+        num_prefix, default = params.spans[0][0], self.config.prefix_ids
+        starts = neighbours(params.spans) if holds_neighbours(self.disk) else {}
+        for context in contexts(ids, start, starts.get(start), num_prefix, default):
+            yield chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace), context
+            if params.mode == "ingest":
+                return
+
+    def _missing(self, ids: Sequence[int], params: BlendParams) -> list[str]:
+        """Keys not on this machine that would be better than what is. Chunks to ingest are computed, not asked for."""
+        missing: dict[str, None] = {}
+        for start, end in params.spans if params.mode != "ingest" else ():
+            for key, _ in self._candidates(ids, start, end, params):
+                if self.disk.contains(key):
+                    break
+                missing[key] = None
+        return list(missing)
+
+    def num_filled(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
+        asked = self.asked.get(request.request_id)
+        if asked is None:
+            return 0, False
+        was_hidden = asked.is_hidden
+        if asked.coming is not None:
+            if not asked.coming.is_over:
+                return None, False
+            asked.waited_s, asked.coming = asked.coming.waited_s, None
+            self._settle(request, asked)
+        if asked.end and asked.adapts:
+            if not self.loading.is_current:
+                return None, False  # the workers tell with this step what is in their memory
+            self._adapt(request, asked)
+        if asked.end and num_computed_tokens and not was_hidden:
+            return None, False  # vLLM found those in the exact cache; hidden by now, the request finds none there
+        count = asked.end - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def blocks_are_there(self, request: Any, block_ids: Sequence[int]) -> None:
+        """The blocks are there: the workers can start."""
+        asked = self.asked.get(request.request_id)
+        if asked is None:
+            return
+        # Blocks that vLLM found in its cache are this request's own, from before a preemption: the salt is unique.
+        # They are written again with the rest, so that the outcome does not depend on what was left of them.
+        self._read_ahead.starts(request.request_id)
+        fit = asked.choice.fit if asked.choice is not None else None
+        self._new_jobs.append(
+            Job(
+                request.request_id,
+                asked.params,
+                asked.report.recompute_ratio,
+                tuple(request.prompt_token_ids),
+                asked.end,
+                asked.stored,
+                tuple(block_ids),
+                self.fingerprint,
+                fit.reads if fit is not None else None,
+            )
+        )
+
+    def take_jobs(self) -> tuple[list[Job], list[str]]:
+        """The jobs that came up in this step, and what to read for requests that it left waiting."""
+        jobs, self._new_jobs = self._new_jobs, []
+        return jobs, self._read_ahead.take(self.loading)
+
+    def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryChange | None) -> None:
+        """What the workers did, by request, and what is in their memory since then."""
+        if memory is not None:
+            self.loading.note(memory)
+        for request_id, report in reports.items():
+            self._read_ahead.ends(request_id)
+            asked = self.asked.get(request_id)
+            if asked is not None:  # what it waited for the remote tier is part of loading, and fusing waited too
+                report.load_s, report.stall_s = report.load_s + asked.waited_s, report.stall_s + asked.waited_s
+            self._count(
+                refused_requests=bool(report.refused_reason),
+                load_seconds=report.load_s,
+                fuse_seconds=report.fuse_s,
+                damaged_entries=report.num_damaged_entries,
+                recomputed_tokens=report.num_recomputed_tokens,
+                reused_tokens=report.num_reused_tokens,
+            )
+            if asked is not None:
+                report.predicted_agreement = asked.report.predicted_agreement
+                asked.report = report
+                if report.refused_reason:
+                    asked.end = 0  # or what failed once would be tried for ever
+
+    def request_ended(self, request_id: str) -> dict[str, Any] | None:
+        """What goes out with its answer; None for a request that was not for us."""
+        self.loading.request_went(request_id)
+        self._read_ahead.ends(request_id)
+        asked = self.asked.pop(request_id, None)
+        if asked is None:
+            return None
+        report = asked.report
+        if asked.params.mode == "ingest" and not report.num_chunk_hits and not report.refused_reason:
+            self._count(ingested_chunks=1)
+        elif not report.refused_reason:
+            misses = report.num_chunks - report.num_chunk_hits
+            self._count(chunk_hits=report.num_chunk_hits, chunk_misses=misses)
+        return {PARAMS_KEY: told(report)}
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        if self._fetch is not None:
+            self._fetch.close()
+
+    def _note_model(self, name: str, shape: ModelShape) -> None:
+        models = self.disk.models()
+        if self.fingerprint not in models:
+            if models:
+                held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+                log.warning("%s holds KV of %s, not of %s", self.config.store, held, name)
+            try:
+                self.disk.put_model(self.fingerprint, {"model": name, **shape.as_facts()})
+            except RagblendError as error:  # a read-only store still serves
+                log.warning("%s", error)
+
+
+def _hide_from_prefix_cache(request: Any, asked: _Asked) -> None:
+    """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
+    asked.is_hidden = True
+    request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
