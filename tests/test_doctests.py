@@ -30,5 +30,5 @@ def test_docstring_examples_are_true(name):
 
 
 def test_the_modules_known_to_have_examples_are_found():
-    for name in ("selection", "rope", "decoding", "kv", "keys", "sizes"):
+    for name in ("fusion.rules", "fusion.rope", "store.kv", "store.keys", "store.sizes"):
         assert f"ragblend.engine.{name}" in MODULES

@@ -47,7 +47,7 @@ KINDS = {
     "registry": "kv/texts.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
-    "profile": "kv/profiles/*.json",
+    "profile": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
     "database": "index/chunks.sqlite",
     "vectors": "index/vectors.faiss",
@@ -123,7 +123,7 @@ def told(work: Path) -> dict[str, Any]:
             "entries": {path.stem: path.read_bytes() for path in work.glob(KINDS["entry"])},
             "pins": disk.pins(),
             "models": disk.models(),
-            "profiles": {path.name: path.read_bytes() for path in work.glob(KINDS["profile"])},
+            "calibrations": {path.name: path.read_bytes() for path in work.glob(KINDS["profile"])},
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
             "documents": index.documents(),
             "files": index.files(),
@@ -213,7 +213,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
             assert code == 0, (what, said, capsys.readouterr())
             after = told(work)
             for name in whole:
-                if name in ("profiles", "machines", "pins"):  # what cannot be known again is dropped, and said
+                if name in ("calibrations", "machines", "pins"):  # what cannot be known again is dropped, and said
                     assert after[name].items() <= whole[name].items(), f"{what}: other {name}"
                 else:
                     assert after[name] == whole[name], f"{what}: other {name}"
