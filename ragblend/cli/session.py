@@ -85,9 +85,9 @@ def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
     index = open_engine_index(settings.index, engine, embedder_name(settings), create=False)
     if isinstance(engine, EngineBase) and settings.index != Settings().index:
         engine.notices.flags += f" --index {shlex.quote(settings.index)}"
-    profiles = getattr(engine, "profiles", None)
-    if profiles is not None:
-        profiles.chunker = index.manifest.chunker  # of several calibrations the one of this index
+    calibrations = getattr(engine, "calibrations", None)
+    if calibrations is not None:
+        calibrations.chunker = index.manifest.chunker  # of several calibrations the one of this index
     return index
 
 

@@ -191,7 +191,7 @@ def _note_stored(disk: DiskStore) -> None:
 _WHAT_IT_WAS = {
     "pins": "nothing says which document it kept; pin it again: ragblend pin DOC",
     "models": "an engine of that model notes itself again",
-    "profiles": "make it again: ragblend calibrate",
+    "calibrations": "make it again: ragblend calibrate",
     "machines": "make it again: ragblend profile",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
