@@ -13,6 +13,7 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -197,6 +198,7 @@ def read_environment(environment: Mapping[str, str], names: Collection[str] | No
     return values
 
 
+@cache
 def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
     """The type of a setting's values, and the names it may have instead or, a string, has to have.
 

@@ -636,3 +636,13 @@ def test_lists_of_counts():
     for wrong in ("3.5", "a"):
         with pytest.raises(UsageError):
             split_counts(wrong)
+
+
+def test_of_several_calibrations_a_command_takes_the_one_of_its_index(home, monkeypatch):
+    from ragblend.cli.session import open_engine, open_index_of
+    from ragblend.config import Settings
+
+    monkeypatch.chdir(home)
+    settings = Settings(index="i", store="s", embedder="hashing")
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        assert engine.calibrations.chunker == opened.manifest.chunker != ""
