@@ -7,9 +7,8 @@ stores; nothing of files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ragblend.corpus.rows import Doomed, Leftovers, text_hash
@@ -224,9 +223,3 @@ def disk_store(engine: Engine) -> DiskStore | None:
     """The local disk tier of the engine's store, if it has one."""
     tiers = engine.store.tiers if isinstance(engine.store, TieredStore) else (engine.store,)
     return next((tier for tier in tiers if isinstance(tier, DiskStore)), None)
-
-
-def store_folders(engine: Engine) -> list[Path]:
-    """Folders of this machine that the engine's store keeps its files in."""
-    tiers: Sequence[Any] = getattr(engine.store, "tiers", (engine.store,))
-    return [tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)]

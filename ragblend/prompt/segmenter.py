@@ -254,11 +254,12 @@ def _is_template(piece: Part) -> bool:
 
 def _merged(pieces: Iterable[Part]) -> Iterator[Part]:
     """`pieces` with neighbouring texts from outside as one: a tokenizer reads them as they were sent, in one go."""
-    for is_kept, run in itertools.groupby(filter(None, pieces), lambda each: isinstance(each, Chunk | Template)):
-        if is_kept:
-            yield from run
-        else:
+    written = (piece for piece in pieces if piece)
+    for is_outside, run in itertools.groupby(written, lambda piece: not isinstance(piece, Chunk | Template)):
+        if is_outside:
             yield "".join(map(str, run))
+        else:
+            yield from run
 
 
 def _without_lead(tokenizer: Any) -> Tokenizer | None:
