@@ -177,7 +177,6 @@ class ChunkIndex(ChunkDatabase):
         chunks: Sequence[Chunk],
         vectors: ArrayLike | None = None,
         *,
-        status: str = "indexed",
         file: str = "",
     ) -> None:
         """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
@@ -192,7 +191,7 @@ class ChunkIndex(ChunkDatabase):
             vectors = self.embed([chunk.text for chunk in chunks])
         rows = self._unit_rows(vectors, len(chunks))
         items = {chunk.id: (chunk, row) for chunk, row in zip(chunks, rows, strict=True)}
-        self._replace(source, content_hash, status, items, file)
+        self._replace(source, content_hash, items, file)
         self._changed = True
 
     def embed(self, texts: Sequence[str]) -> FloatArray:

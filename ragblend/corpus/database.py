@@ -173,12 +173,7 @@ class ChunkDatabase(Tables):
     # --- writing ---
 
     def _replace(
-        self,
-        source: str,
-        content_hash: str,
-        status: str,
-        items: Mapping[str, tuple[Chunk, NDArray[np.float32]]],
-        file: str = "",
+        self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
     ) -> None:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self.holding():
@@ -187,7 +182,7 @@ class ChunkDatabase(Tables):
             old = self._select(_OF_DOCUMENT, (source,))
             known = self._rows("SELECT id FROM documents WHERE source = ?", (source,))
             document = (known or self._rows("SELECT coalesce(max(id), 0) + 1 FROM documents"))[0][0]
-            self._put("documents", (document, source, file, content_hash, status))
+            self._put("documents", (document, source, file, content_hash, "indexed"))
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
                 f"INSERT INTO chunks ({CHECKED['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
