@@ -88,9 +88,10 @@ class ChunkDatabase(Tables):
         found = {}
         with self.reading():
             for hashed in dict.fromkeys(map(text_hash, texts)):
-                same = self._select("WHERE c.text_hash = ?", (hashed,))
-                if row := next((row for row in same if row.is_sound()), None):
-                    found[hashed] = row.vector
+                # One will do, of as many as a line that every document has; damaged, the text is embedded again.
+                for row in self._select("WHERE c.text_hash = ? LIMIT 1", (hashed,)):
+                    if row.is_sound():
+                        found[hashed] = row.vector
         return found
 
     def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
