@@ -47,7 +47,7 @@ KINDS = {
     "registry": "kv/texts.sqlite",
     "model note": "kv/models/*.json",
     "pin": "kv/pins/*.json",
-    "profile": "kv/profiles/*.json",
+    "profile": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
     "database": "index/chunks.sqlite",
     "vectors": "index/vectors.faiss",
