@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,14 +112,7 @@ def create_blend_chain(
     answer piece by piece, then the report. `llm` is a ChatBlend or BlendLLM; any other chat model gets the same
     documents as plain text and no report.
     """
-    chat = _chat(llm)
-    chain = (
-        RunnableLambda(_as_input)
-        | RunnablePassthrough.assign(context=RunnableLambda(_question) | _runnable(retriever))
-        | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_ours(chat))) | chat)
-        | RunnableGenerator(_results, _aresults)
-    )
-    return chain.with_config(run_name="blend_chain")
+    return _chain(RunnableLambda(_as_input), "input", retriever, _chat(llm), system).with_config(run_name="blend_chain")
 
 
 def create_history_aware_blend_chain(
@@ -137,15 +131,22 @@ def create_history_aware_blend_chain(
     # A question on its own holds no chunk, so strictness would refuse it.
     alone = chat.bind(strict=False) if _is_ours(chat) else chat
     rewrite = _runnable(rephrase) if rephrase is not None else REPHRASE_PROMPT | alone | StrOutputParser()
-    query = RunnableBranch((lambda given: not given.get("chat_history"), RunnableLambda(_question)), rewrite)
-    chain = (
-        RunnableLambda(_as_input)
-        | RunnablePassthrough.assign(search_query=query)
-        | RunnablePassthrough.assign(context=RunnableLambda(_search_query) | _runnable(retriever))
+    first = RunnableLambda(itemgetter("input"))
+    query = RunnableBranch((lambda given: not given.get("chat_history"), first), rewrite)
+    asked = RunnableLambda(_as_input) | RunnablePassthrough.assign(search_query=query)
+    return _chain(asked, "search_query", retriever, chat, system).with_config(run_name="history_aware_blend_chain")
+
+
+def _chain(
+    asked: Runnable[Any, Any], query: str, retriever: RetrieverLike, chat: Runnable[Any, Any], system: str | None
+) -> Runnable[Any, dict[str, Any]]:
+    """What is searched for, its field `query` -> the documents -> the message -> what the user sees of it."""
+    return (
+        asked
+        | RunnablePassthrough.assign(context=RunnableLambda(itemgetter(query)) | _runnable(retriever))
         | RunnablePassthrough.assign(message=RunnableLambda(partial(_messages, system, _is_ours(chat))) | chat)
         | RunnableGenerator(_results, _aresults)
     )
-    return chain.with_config(run_name="history_aware_blend_chain")
 
 
 def _chat(llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
@@ -170,17 +171,9 @@ def _as_input(given: str | Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _question(given: Mapping[str, Any]) -> str:
-    return str(given["input"])
-
-
-def _search_query(given: Mapping[str, Any]) -> str:
-    return str(given["search_query"])
-
-
 def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> list[BaseMessage]:
     """History, then one user message: the documents and the question."""
-    documents, question = given["context"], _question(given)
+    documents, question = given["context"], given["input"]
     history = convert_to_messages(given.get("chat_history") or [])
     if as_chunks:
         blocks: list[str | dict[Any, Any]] = [_block(document) for document in documents]

@@ -13,7 +13,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ragblend.corpus.documents import Document
@@ -239,18 +239,7 @@ def _piece_maker(splitter: Any) -> Callable[[Document], Iterable[Any]] | None:
         return lambda document: splitter.create_documents([document.text])
     if hasattr(splitter, "split_text"):
         return lambda document: splitter.split_text(document.text)
-    if hasattr(splitter, "split_documents"):
-        return lambda document: splitter.split_documents([_PageContent(document.text)])
     return None
-
-
-@dataclass
-class _PageContent:
-    """What LangChain's `split_documents` reads of a document."""
-
-    page_content: str
-    metadata: dict[str, Any] = field(default_factory=dict)
-    id: str | None = None
 
 
 def _piece(item: Any) -> _Piece:

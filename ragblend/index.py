@@ -20,8 +20,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragblend.corpus.database import ChunkDatabase
-from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, embedder_version, load_embedder
-from ragblend.corpus.rows import SCHEMA_VERSION, DocumentChange, Row, text_hash
+from ragblend.corpus.embedders import (
+    Embedder,
+    FloatArray,
+    default_embedder,
+    embed_question,
+    embedder_version,
+    load_embedder,
+)
+from ragblend.corpus.rows import SCHEMA_VERSION, Row, text_hash
 from ragblend.corpus.tables import DATABASE, create_database, is_blank, reingest
 from ragblend.corpus.vectors import Vectors, unit_rows
 from ragblend.engine.store.sealed import seal, unseal
@@ -170,9 +177,8 @@ class ChunkIndex(ChunkDatabase):
         chunks: Sequence[Chunk],
         vectors: ArrayLike | None = None,
         *,
-        status: str = "indexed",
         file: str = "",
-    ) -> DocumentChange:
+    ) -> None:
         """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
 
         vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
@@ -185,9 +191,8 @@ class ChunkIndex(ChunkDatabase):
             vectors = self.embed([chunk.text for chunk in chunks])
         rows = self._unit_rows(vectors, len(chunks))
         items = {chunk.id: (chunk, row) for chunk, row in zip(chunks, rows, strict=True)}
-        change = self._replace(source, content_hash, status, items, file)
+        self._replace(source, content_hash, items, file)
         self._changed = True
-        return change
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
         """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again."""
@@ -199,11 +204,11 @@ class ChunkIndex(ChunkDatabase):
         rows = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
         return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)
 
-    def remove_document(self, source: str) -> list[Chunk]:
-        """Forget a document; returns the chunks it had, without metadata. Raises NotFoundError when it is not here."""
-        removed = super().remove_document(source)
+    def remove_document(self, source: str) -> int:
+        """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
+        num_removed = super().remove_document(source)
         self._changed = True
-        return removed
+        return num_removed
 
     def set_chunker(self, chunk_size: int, splitter: str = "") -> None:
         """Note how documents are cut from now on: tokens per chunk, or the splitter that cuts instead."""
@@ -306,12 +311,10 @@ class ChunkIndex(ChunkDatabase):
         return list(placed.values())
 
     def _query_vector(self, query: str | ArrayLike) -> FloatArray:
-        if not isinstance(query, str):
-            return self._unit_rows(np.reshape(np.asarray(query, np.float32), (1, -1)), 1)
-        with self._embedder_lock:
-            embed_query = getattr(self.embedder, "embed_query", None)
-            vector = embed_query(query) if embed_query else self.embedder.embed([query])
-        return self._unit_rows(np.reshape(vector, (1, -1)), 1)
+        if isinstance(query, str):
+            with self._embedder_lock:
+                query = embed_question(self.embedder, query)
+        return self._unit_rows(np.reshape(np.asarray(query, np.float32), (1, -1)), 1)
 
     def _unit_rows(self, vectors: ArrayLike, num_rows: int) -> FloatArray:
         """A copy [num_rows, dim] with rows of length 1."""

@@ -18,9 +18,9 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.chunker import Splitter, split, version_of
-from ragblend.corpus.documents import MAX_FILE_MIB, Skipped
+from ragblend.corpus.documents import MAX_FILE_MIB
 from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
-from ragblend.corpus.texts import ChunkRegistry, folders_of, registry_of
+from ragblend.corpus.texts import folders_of, registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
 from ragblend.errors import (
@@ -65,7 +65,7 @@ class IngestReport:
     num_removed_kv: int = 0  # KV of chunks that were changed or removed, and of what was computed behind them
     removed: list[str] = field(default_factory=list)  # documents that are gone
     failures: list[ReadFailure] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)  # files that are no documents
+    skipped: list[ReadFailure] = field(default_factory=list)  # files that are no documents
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
 
     def as_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def precompute_chunks(
     if note is not None:
         note()
     else:
-        with closing(open_registry(engine)) as registry:
+        with closing(registry_of(engine.store)) as registry:
             registry.add(text for text, _ in distinct)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     missing = [chunk for chunk, key in keys.items() if not engine.store.contains(key)]
@@ -219,7 +219,7 @@ def precompute_chunks(
         report.num_new_kv += done <= len(missing)
         tell("prefill", done, len(missing) + len(renewed))
     if disk is not None:
-        with closing(open_registry(engine)) as registry:
+        with closing(registry_of(engine.store)) as registry:
             registry.note_stored(filter(disk.holds, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     return report
@@ -228,12 +228,11 @@ def precompute_chunks(
 def with_neighbours(chunks: Iterable[Chunk]) -> list[Chunk]:
     """`chunks`, and after each that follows another of its document once more, to be computed behind that one."""
     found: list[Chunk] = []
-    before: Chunk | None = None
     for chunk in chunks:
+        before = found[-1] if found else None  # the chunk before, or its second version, whose text is the same
         found.append(chunk)
         if before is not None and before.source == chunk.source:
             found.append(replace(chunk, behind=before.text))
-        before = chunk
     return found
 
 
@@ -314,11 +313,6 @@ def find_documents(name: str, index: ChunkIndex, *, gone: bool = False) -> list[
     return list(dict.fromkeys(found))
 
 
-def remove_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """`remove_documents` of one, by its source."""
-    return remove_documents([source], engine, index)
-
-
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
     """Forget documents: chunks, pins, and KV and registered texts that no other document has. Chunks and KV removed.
 
@@ -328,7 +322,7 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
     """
     known, begun = set(index.sources()), unfinished(index)
     given = [source for source in sources if source in known or source not in begun]
-    num_chunks = sum(len(index.remove_document(source)) for source in given)
+    num_chunks = sum(index.remove_document(source) for source in given)
     num_removed, problem = sweep(index, engine)  # before saving, which a full disk may refuse
     if not index.is_saved:
         index.save()
@@ -391,11 +385,6 @@ def open_engine_index(
             f"--model {engine.name}"
         )
     return index
-
-
-def open_registry(engine: Engine) -> ChunkRegistry:
-    """The registry of chunk texts that belongs to the engine's store."""
-    return registry_of(engine.store)
 
 
 def disk_bytes(engine: Engine) -> int:

@@ -7,17 +7,18 @@ Knows langchain-core, the index and the adapter. Knows nothing about chains.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, load_embedder
+from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, embed_question, load_embedder
+from ragblend.corpus.vectors import unit_rows
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import forget_documents, precompute_and_register
-from ragblend.index import ChunkIndex, SearchHit, open_index
+from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.forget import registered_under, sweep
 from ragblend.prompt.prompt import Chunk
 
@@ -43,15 +44,11 @@ class BlendEmbeddings(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         """The unit vector of a question."""
-        embed_query = getattr(self.embedder, "embed_query", None)
-        vector = embed_query(text) if embed_query else self.embedder.embed([text])[0]
-        return [float(value) for value in vector]
+        return [float(value) for value in embed_question(self.embedder, text)]
 
 
 class LangChainEmbedder:
     """A LangChain `Embeddings` as the embedder of a ragblend index. `name` is what the index records."""
-
-    max_tokens = None
 
     def __init__(self, embeddings: Embeddings, name: str = "") -> None:
         self.embeddings = embeddings
@@ -65,18 +62,11 @@ class LangChainEmbedder:
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """[n, dim] float32 unit rows."""
         rows = self.embeddings.embed_documents(list(texts)) if texts else []
-        return _unit(np.array(rows, np.float32).reshape(len(texts), self.dim))
+        return unit_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
 
     def embed_query(self, text: str, /) -> FloatArray:
         """[dim] float32, length 1."""
-        rows = _unit(np.array([self.embeddings.embed_query(text)], np.float32))
-        return rows.reshape(-1)
-
-
-def _unit(rows: FloatArray) -> FloatArray:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)  # [n, 1]
-    np.divide(rows, lengths, out=rows, where=lengths > 0)
-    return rows
+        return unit_rows(self.embeddings.embed_query(text))
 
 
 class BlendVectorStore(VectorStore):
@@ -128,11 +118,8 @@ class BlendVectorStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents with these ids, in that order; unknown ids are passed over."""
-        found = (self._by_id(name) for name in ids)
+        found = (next(self.index.chunks(_OURS + name), None) or self.index.get([name]).get(name) for name in ids)
         return [_document(chunk) for chunk in found if chunk is not None]
-
-    def _by_id(self, name: str) -> Chunk | None:
-        return next(self.index.chunks(_OURS + name), None) or self.index.get([name]).get(name)
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         """The `k` nearest documents."""
@@ -140,7 +127,7 @@ class BlendVectorStore(VectorStore):
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
         """The `k` nearest documents with their cosines."""
-        return [_scored(hit) for hit in self.index.search(query, k, **kwargs)]
+        return [(_document(hit.chunk), hit.score) for hit in self.index.search(query, k, **kwargs)]
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
         """The `k` documents nearest to a vector."""
@@ -176,10 +163,6 @@ def _document(chunk: Chunk) -> Document:
     return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata})
 
 
-def _scored(hit: SearchHit) -> tuple[Document, float]:
-    return _document(hit.chunk), hit.score
-
-
 class PrecomputingVectorStore(VectorStore):
     """Any LangChain vector store, with the KV of its documents precomputed as they arrive and dropped as they go.
 
@@ -198,29 +181,13 @@ class PrecomputingVectorStore(VectorStore):
         return self.inner.embeddings
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Index and precompute documents. Their ids."""
+        """Index and precompute documents, or by `add_texts`, which calls this, texts. Their ids."""
         given = kwargs.get("ids") or [document.id for document in documents]
         replaced = self._documents([name for name in given if name])
         ids = self.inner.add_documents(documents, **kwargs)
         precompute_and_register(documents, self.llm, _names(given))
         self._forget(replaced)
         return ids
-
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
-    ) -> list[str]:
-        """Index and precompute texts. Their ids."""
-        texts = list(texts)
-        replaced = self._documents(ids or [])
-        names = self.inner.add_texts(texts, metadatas, **({"ids": ids} if ids else {}), **kwargs)
-        precompute_and_register(texts, self.llm, _names(ids or [None] * len(texts)))
-        self._forget(replaced)
-        return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Remove documents from the inner store, and their KV. Without `ids` KV stays, for `ragblend gc`."""
@@ -287,10 +254,7 @@ class PrecomputingVectorStore(VectorStore):
 
     def _holds(self, text: str) -> bool:
         """Whether some document still has this text: its nearest neighbour would be the text itself."""
-        return any(found.strip() == text for found in self._nearest_texts(text))
-
-    def _nearest_texts(self, text: str) -> Iterator[str]:
-        return (document.page_content for document in self.inner.similarity_search(text, k=4))
+        return any(document.page_content.strip() == text for document in self.inner.similarity_search(text, k=4))
 
 
 def _names(ids: Iterable[str | None]) -> list[str]:

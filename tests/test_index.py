@@ -136,14 +136,12 @@ def test_any_text_comes_back_as_it_went_in(tmp_path_factory, documents):
 # --- changing ---
 
 
-def test_update_replaces_and_says_what_changed(folder):
+def test_update_replaces(folder):
     with reopen(folder) as index:
         old = chunks_of("tea.txt", FACTS["tea.txt"], title="tea")
         new = [old[0], Chunk("Oolong lies in between.", "tea.txt", 27)]
-        change = index.add_document("tea.txt", "new hash", new)
-        assert change.added == (new[1],)
-        assert change.kept == (old[0],)
-        assert [chunk.id for chunk in change.removed] == [old[1].id]
+        index.add_document("tea.txt", "new hash", new)
+        assert list(index.chunks("tea.txt")) == new
         assert index.documents()[""]["tea.txt"] == "new hash"
         assert best(index, "oolong") == "Oolong lies in between."
         assert "Black tea is fully oxidised." not in {hit.chunk.text for hit in index.search("black tea", 7)}
@@ -154,8 +152,7 @@ def test_update_replaces_and_says_what_changed(folder):
 
 def test_remove_forgets_a_document_and_only_that(folder):
     with reopen(folder) as index:
-        removed = index.remove_document("ada.txt")
-        assert [chunk.text for chunk in removed] == FACTS["ada.txt"]
+        assert index.remove_document("ada.txt") == len(FACTS["ada.txt"])
         assert len(index.search("Ada Lovelace", 7)) == 4
         with pytest.raises(NotFoundError, match=r"no document 'ada.txt'.*ragblend stats"):
             index.remove_document("ada.txt")

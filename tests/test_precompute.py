@@ -20,7 +20,7 @@ from ragblend.precompute import (
     pin_document,
     precompute_chunks,
     precompute_documents,
-    remove_document,
+    remove_documents,
     with_neighbours,
 )
 from ragblend.prompt.prompt import Chunk
@@ -167,9 +167,9 @@ def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engin
     fox = Chunk(TEXTS["fox.txt"].strip())
     with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
         sources = {Path(source).name: source for source in index.sources()}
-        assert remove_document(sources["copy.txt"], engine, index) == (1, 0)
+        assert remove_documents([sources["copy.txt"]], engine, index) == (1, 0)
         assert engine.is_stored(fox)
-        assert remove_document(sources["fox.txt"], engine, index) == (1, 1)
+        assert remove_documents([sources["fox.txt"]], engine, index) == (1, 1)
     assert not engine.is_stored(fox)
 
 
@@ -192,7 +192,7 @@ def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engin
         pinned = disk_tier(engine.store).pins()[source]
         assert set(pinned) == {engine.key(chunk) for chunk in with_neighbours(chunks)}
         assert len(pinned) == 9
-        assert remove_document(source, engine, index) == (5, 9)
+        assert remove_documents([source], engine, index) == (5, 9)
         assert len(list(engine.store.keys())) == 1
 
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ragblend.corpus.rows import (
     CHECKED,
     SELECT,
-    DocumentChange,
     Doomed,
     FileNote,
     Leftovers,
@@ -89,9 +88,10 @@ class ChunkDatabase(Tables):
         found = {}
         with self.reading():
             for hashed in dict.fromkeys(map(text_hash, texts)):
-                same = self._select("WHERE c.text_hash = ?", (hashed,))
-                if row := next((row for row in same if row.is_sound()), None):
-                    found[hashed] = row.vector
+                # One will do, of as many as a line that every document has; damaged, the text is embedded again.
+                for row in self._select("WHERE c.text_hash = ? LIMIT 1", (hashed,)):
+                    if row.is_sound():
+                        found[hashed] = row.vector
         return found
 
     def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
@@ -174,37 +174,27 @@ class ChunkDatabase(Tables):
     # --- writing ---
 
     def _replace(
-        self,
-        source: str,
-        content_hash: str,
-        status: str,
-        items: Mapping[str, tuple[Chunk, NDArray[np.float32]]],
-        file: str = "",
-    ) -> DocumentChange:
+        self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
+    ) -> None:
         """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self.holding():
             generation = self._advance()
             # Unchecked: replacing a damaged document repairs it.
-            old = {row.chunk_id: row for row in self._select(_OF_DOCUMENT, (source,))}
+            old = self._select(_OF_DOCUMENT, (source,))
             known = self._rows("SELECT id FROM documents WHERE source = ?", (source,))
             document = (known or self._rows("SELECT coalesce(max(id), 0) + 1 FROM documents"))[0][0]
-            self._put("documents", (document, source, file, content_hash, status))
+            self._put("documents", (document, source, file, content_hash, "indexed"))
             self._connection.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._connection.executemany(
                 f"INSERT INTO chunks ({CHECKED['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
                 (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
             kept = versions_of([chunk.text for chunk, _ in items.values()])
-            had = versions_of([row.text for row in old.values()])
+            had = versions_of([row.text for row in old])
             self._leave(source, [version for version in had if version not in kept])
-        return DocumentChange(
-            added=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id not in old),
-            kept=tuple(chunk for chunk_id, (chunk, _) in items.items() if chunk_id in old),
-            removed=tuple(row.forgotten() for chunk_id, row in old.items() if chunk_id not in items),
-        )
 
-    def remove_document(self, source: str) -> list[Chunk]:
-        """Forget a document; returns the chunks it had, without metadata. Raises NotFoundError."""
+    def remove_document(self, source: str) -> int:
+        """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
         with self.holding():
             self._advance()
             old = self._select(_OF_DOCUMENT, (source,))
@@ -217,7 +207,7 @@ class ChunkDatabase(Tables):
             self._connection.execute(forget, (file,))  # it has more to give
             self._drop_empty_files([file])
             self._leave(source, versions_of([row.text for row in old]))
-        return [row.forgotten() for row in old]
+        return len(old)
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
         """Note how far documents have come, such as "precomputed". Raises NotFoundError, and then nothing is noted."""

@@ -64,13 +64,6 @@ class Document:
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
 
-class Skipped(NamedTuple):
-    """A file in a folder that is no document: empty, a picture, a program, a configuration; and how that was told."""
-
-    path: str
-    reason: str
-
-
 @dataclass(slots=True)
 class FileContents:
     """The documents of one file. `failure` says why some of its records could not be read; they are left out."""

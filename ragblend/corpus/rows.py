@@ -54,14 +54,6 @@ SELECT = (
 )
 
 
-class DocumentChange(NamedTuple):
-    """What adding a document did, in document order. The document itself no longer needs the KV of `removed`."""
-
-    added: tuple[Chunk, ...]
-    kept: tuple[Chunk, ...]
-    removed: tuple[Chunk, ...]
-
-
 class FileNote(NamedTuple):
     """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
 
@@ -118,14 +110,10 @@ class Row(NamedTuple):
         """The chunk."""
         return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
 
-    def forgotten(self) -> Chunk:
-        """The chunk for whoever deletes what belongs to it; its metadata may be damaged and is left out."""
-        return Chunk(self.text, self.source, self.start, self.end)
-
     def is_sound(self) -> bool:
         """Whether these are the bytes that were written."""
         columns = (self.id, self.chunk_id, *self[3:-1])  # its document's name is not of its row
-        return row_checksum(*columns) == self.checksum and self.forgotten().id == self.chunk_id
+        return row_checksum(*columns) == self.checksum and Chunk(self.text, self.source, self.start).id == self.chunk_id
 
 
 def text_hash(text: str) -> bytes:

@@ -18,7 +18,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.index import ChunkIndex, SearchHit
-from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_document
+from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.prompt import SegmentedPrompt
 
 DEMO_DIRECTORY = Path("ragblend-data/demo")
@@ -225,4 +225,4 @@ def _forget_older_records(files: Sequence[Path], engine: TransformersEngine, ind
     for source in index.sources():
         path = Path(source).resolve()
         if path.parent.name == CORPUS and path not in here:
-            remove_document(source, engine, index)
+            remove_documents([source], engine, index)

@@ -26,10 +26,8 @@ logger = logging.getLogger(__name__)
 
 Block = Part | Mapping[str, Any]
 """Text, a chunk, or a content block `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`."""
-
 SHORT_CHARS = 24
 """A text below this may be an everyday word: at the end of a user's turn it is never taken for a chunk."""
-
 
 MAX_MATCHES = 10_000
 """Known texts that are recognised in one message: more is a table of everyday words, and each costs a place."""
@@ -87,7 +85,8 @@ def recover(
     parts = _flatten(content)
     if separator is not None:
         check_separator(separator)
-        parts = _separated(parts, separator, _piece_recogniser(registry, is_stored), asks)
+        judges = [test for test in (registry.__contains__ if registry is not None else None, is_stored) if test]
+        parts = _separated(parts, separator, judges, asks)
     if segments:
         parts = _explicit(parts, segments)
     if registry is not None:
@@ -160,19 +159,9 @@ def _handed_over(chunk: Chunk, text: Part, start: int, end: int) -> Chunk:
     return Chunk(text[start:end], chunk.source, metadata=chunk.metadata, in_text=inside)
 
 
-def _piece_recogniser(
-    registry: KnownTexts | None, is_stored: Callable[[str], bool] | None
-) -> Callable[[str, bool], bool]:
-    """Whether a piece (its text, and whether separators enclose it) is a chunk."""
-    if registry is None and is_stored is None:
-        return lambda text, enclosed: enclosed
-    return lambda text, enclosed: (
-        (registry is not None and text in registry) or (is_stored is not None and is_stored(text))
-    )
-
-
-def _separated(parts: Sequence[Part], separator: str, is_chunk: Callable[[str, bool], bool], asks: bool) -> list[Part]:
-    """`parts` without the separators, what they cut out as chunks. A user's turn does not end with one of these."""
+def _separated(parts: Sequence[Part], separator: str, known: Sequence[Callable[[str], bool]], asks: bool) -> list[Part]:
+    """`parts` without the separators, and as chunks what they cut out that is `known`; without a judge, what stands
+    between two of them. A user's turn does not end with a chunk."""
     found: list[Part] = []
     for index, part in enumerate(parts):
         pieces = part.split(separator) if isinstance(part, str) else []
@@ -186,7 +175,8 @@ def _separated(parts: Sequence[Part], separator: str, is_chunk: Callable[[str, b
                 found.append(CHUNK_JOINT)
             last = place == len(pieces) - 1
             core = piece.strip()
-            if core and not (last and ends_turn) and is_chunk(core, place > 0 and not last):
+            is_chunk = any(test(core) for test in known) if known else place > 0 and not last
+            if core and is_chunk and not (last and ends_turn):
                 start = piece.index(core)
                 found += _cut(piece, [Span(start, start + len(core), _found(core))])
             else:
@@ -261,10 +251,8 @@ class _Explicit:
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff]|[\U00020000-\U0003ffff]"
 )
-_UNBROKEN = re.compile(r"""[^\s<>"]*""")
-_WWW = re.compile(r"\bwww\.")
-_SCHEME, _LETTER = re.compile(r"[A-Za-z0-9+.-]*"), re.compile(r"\b[A-Za-z]")
-_RUN = 2048  # characters of an unbroken run that are looked at for a URL, on either side
+_URL = re.compile(r"""(?:\b[A-Za-z][A-Za-z0-9+.-]{0,63}://|\bwww\.)[^\s<>"]*""")
+_RUN = 2048  # characters on either side of a place that are looked at for a URL
 
 
 def _may_cut(text: str, place: int) -> bool:
@@ -290,28 +278,7 @@ def _in_url(text: str, place: int) -> bool:
     window = text[start : place + _RUN]
     if "://" not in window and "www." not in window:
         return False
-    # A URL ends where a run of unbroken characters does, so the first that begins in the run around `place` decides.
-    before, behind = _UNBROKEN.match(text[start:place][::-1]), _UNBROKEN.match(text, place, place + _RUN)
-    assert before is not None
-    assert behind is not None
-    run = text[place - before.end() : behind.end()]
-    return behind.end() > place and min(_url_starts(run), default=len(run)) < before.end()
-
-
-def _url_starts(run: str) -> Iterator[int]:
-    """Where in an unbroken run the first URL with a scheme begins, and the first without."""
-    bare = _WWW.search(run)
-    if bare is not None:
-        yield bare.start()
-    behind, mark = 0, run.find("://")
-    while mark >= 0:
-        scheme = _SCHEME.match(run[behind:mark][::-1])
-        assert scheme is not None
-        letter = _LETTER.search(run, mark - scheme.end(), mark)
-        if letter is not None:
-            yield letter.start()
-            return
-        behind, mark = mark + 1, run.find("://", mark + 1)
+    return any(found.start() < place - start < found.end() for found in _URL.finditer(window))
 
 
 def _is_letter(character: str) -> bool:
@@ -346,7 +313,7 @@ _ASKING = re.compile(
 _ASKING_LINE = re.compile(r"(?:\A|\n)[ \t#>*]*([^\n:：]{0,60})[:：][ \t*]*\s*\Z")
 # What they put behind it: a note in brackets, a closing tag.
 _REST = re.compile(r"(?:[ \t]*(?:</[^<>\n]{1,80}>|\([^()\n]{0,80}\)|\[[^\[\]\n]{0,80}\]))*[ \t\r]*(?:\n|\Z)")
-_GAP = re.compile(r"[ \t]+")
+_GAP, _BLANKS = re.compile(r"[ \t]+"), re.compile(r"[ \t]*")
 _NOTHING = re.compile(r"\s*\Z")
 _MAX_LABELS = 3
 _QUESTION_MARKS = ("?", "？", "؟", ";")
@@ -367,7 +334,8 @@ class _Registered:
         found: list[Part] = []
         for index, part in enumerate(self._parts):
             if isinstance(part, str):
-                at_line = index == 0 or not _is_in_text(self._parts[index - 1])
+                before = self._parts[index - 1] if index else ""
+                at_line = not (isinstance(before, Chunk) and before.in_text)
                 ends_turn = self._asks and index == len(self._parts) - 1
                 found += _cut(part, self._spans(part, at_line, ends_turn))
             else:
@@ -399,10 +367,9 @@ class _Registered:
 
     def _on_line(self, text: str, line: int) -> Sequence[tuple[int, int]]:
         """Places of known texts, one or several with blanks between them, that fill the line at `line`."""
-        start = _skip_blanks(text, line)
-        chain = self._chain(text, start)
+        place = _BLANKS.match(text, line).end()  # type: ignore[union-attr]  # it matches anywhere
+        chain = self._chain(text, place)
         if not chain and not self._framed:
-            place = start
             for _ in range(_MAX_LABELS):
                 label = _LABEL.match(text, place)
                 if label is None or (self._asks and _ASKING.search(label.group())):
@@ -446,10 +413,6 @@ class _Registered:
         )
 
 
-def _is_in_text(part: Part) -> bool:
-    return isinstance(part, Chunk) and part.in_text
-
-
 def _asks_for(text: str, line: int) -> bool:
     """Whether the last words before the line at `line` announce a question."""
     announced = _ASKING_LINE.search(text[max(0, line - 128) : line])
@@ -459,12 +422,6 @@ def _asks_for(text: str, line: int) -> bool:
 def _label(text: str, line: int, start: int) -> str:
     """What stands before `start` on its line, without numbers: "Document 3: " and "Document 4: " are the same."""
     return re.sub(r"\d+", "", text[line:start]).strip()
-
-
-def _skip_blanks(text: str, place: int) -> int:
-    while text[place : place + 1] in (" ", "\t"):
-        place += 1
-    return place
 
 
 def _next_line(text: str, place: int) -> int:

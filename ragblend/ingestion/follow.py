@@ -20,7 +20,6 @@ from ragblend.corpus.documents import (
     OUTSIDE,
     Document,
     FileContents,
-    Skipped,
     open_source,
     reader_version,
 )
@@ -53,7 +52,7 @@ class Followed:
     num_updated: int = 0
     removed: list[str] = field(default_factory=list)  # sources that are gone
     failures: list[ReadFailure] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[ReadFailure] = field(default_factory=list)  # no documents: empty, a picture, a configuration
     arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
 
 
@@ -92,7 +91,7 @@ class _Run:
     ) -> None:
         self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
         self._max_file_mib = max_file_mib
-        skipped = [Skipped(path, OUTSIDE) for path in found.outside]
+        skipped = [ReadFailure(path, OUTSIDE) for path in found.outside]
         self.result = Followed(failures=list(found.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had
@@ -117,10 +116,8 @@ class _Run:
                 self.result.failures.append(ReadFailure(path, NO_FILE))
         except NotADocumentError as error:
             self._empty.add(path)
-            if path in self.found.named:
-                self.result.failures.append(ReadFailure(path, str(error)))
-            else:
-                self.result.skipped.append(Skipped(path, str(error)))
+            told = self.result.failures if path in self.found.named else self.result.skipped
+            told.append(ReadFailure(path, str(error)))
         except UsageError:
             raise  # nothing about this file: a chunk size that no text can meet
         except RagblendError as error:

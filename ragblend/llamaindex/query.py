@@ -129,12 +129,10 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """The answer as text, or as a generator when streaming. `text_chunks` are used where `chunks` are not given."""
-        texts = list(text_chunks if chunks is None else chunks)
-        messages = self._messages(query_str, texts)
+        asked = self._asked(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
-            return _tokens(self._blend.stream_chat(messages, segments=texts, **response_kwargs), facts)
-        response = self._blend.chat(messages, segments=texts, **response_kwargs)
-        return _text(response, facts)
+            return _tokens(self._blend.stream_chat(**asked), facts)
+        return _text(self._blend.chat(**asked), facts)
 
     async def aget_response(
         self,
@@ -145,15 +143,16 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response`, without blocking the event loop."""
-        texts = list(text_chunks if chunks is None else chunks)
-        messages = self._messages(query_str, texts)
+        asked = self._asked(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
-            return _atokens(await self._blend.astream_chat(messages, segments=texts, **response_kwargs), facts)
-        return _text(await self._blend.achat(messages, segments=texts, **response_kwargs), facts)
+            return _atokens(await self._blend.astream_chat(**asked), facts)
+        return _text(await self._blend.achat(**asked), facts)
 
-    def _messages(self, query: str, texts: Sequence[str]) -> list[ChatMessage]:
+    def _asked(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
+        """What `chat` is given: one user turn of the texts and the question, behind the system text if there is one."""
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
-        return [*system, ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))]
+        user = ChatMessage(role=MessageRole.USER, content="\n\n".join((*texts, query)))
+        return {"messages": [*system, user], "segments": list(texts)}
 
 
 def _with_facts(response: RESPONSE_TYPE, facts: dict[str, Any]) -> RESPONSE_TYPE:

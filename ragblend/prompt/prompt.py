@@ -75,7 +75,8 @@ class SegmentedPrompt:
         if not question and not chunks:
             raise UsageError("the prompt is empty; give a question, chunks or both")
         user = Message("user", (*(as_chunk(part) for part in chunks), *([question] if question else [])))
-        self._set((*([Message("system", (system,))] if system else []), user), chat=True)
+        object.__setattr__(self, "messages", (*([Message("system", (system,))] if system else []), user))
+        object.__setattr__(self, "chat", True)
 
     @classmethod
     def from_messages(cls, messages: Iterable[Message | tuple[str, str | Part | Sequence[Part]]]) -> SegmentedPrompt:
@@ -86,22 +87,21 @@ class SegmentedPrompt:
         for turn in turns:
             if turn.role not in ("system", "user", "assistant"):
                 raise UsageError(f"role is {turn.role!r}; choose system, user or assistant")
-        prompt = cls.__new__(cls)
-        prompt._set(turns, chat=True)
-        return prompt
+        return cls._of(turns, chat=True)
 
     @classmethod
     def from_parts(cls, parts: Sequence[Part]) -> SegmentedPrompt:
         """One plain text with chunks in it, for completion without a chat template."""
         if not any(parts):
             raise UsageError("the prompt is empty; give text or chunks")
-        prompt = cls.__new__(cls)
-        prompt._set((Message("user", tuple(parts)),), chat=False)
-        return prompt
+        return cls._of((Message("user", tuple(parts)),), chat=False)
 
-    def _set(self, messages: tuple[Message, ...], chat: bool) -> None:
-        object.__setattr__(self, "messages", messages)
-        object.__setattr__(self, "chat", chat)
+    @classmethod
+    def _of(cls, messages: tuple[Message, ...], chat: bool) -> SegmentedPrompt:
+        prompt = cls.__new__(cls)
+        object.__setattr__(prompt, "messages", messages)
+        object.__setattr__(prompt, "chat", chat)
+        return prompt
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -112,14 +112,11 @@ class SegmentedPrompt:
         """The prompt as it was sent: chunks that were found in its text are text again, those handed over stay."""
         if not any(chunk.in_text for chunk in self.chunks):
             return self
-        prompt = SegmentedPrompt.__new__(SegmentedPrompt)
-        prompt._set(tuple(Message(turn.role, _without_found(turn.parts)) for turn in self.messages), self.chat)
-        return prompt
-
-
-def _without_found(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """`parts` with chunks found in text as text, neighbouring texts as one."""
-    return tuple(joined_texts(part.text if isinstance(part, Chunk) and part.in_text else part for part in parts))
+        messages = []
+        for turn in self.messages:
+            sent = (part.text if isinstance(part, Chunk) and part.in_text else part for part in turn.parts)
+            messages.append(Message(turn.role, tuple(joined_texts(sent))))
+        return self._of(tuple(messages), self.chat)
 
 
 def joined_texts(parts: Iterable[Part]) -> Iterator[Part]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
+from ragblend.corpus.texts import registry_of
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
@@ -24,7 +25,6 @@ from ragblend.precompute import (
     find_documents,
     ingest,
     open_engine_index,
-    open_registry,
     pin_document,
     remove_documents,
     with_neighbours,
@@ -173,7 +173,7 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
 
 def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
     """Everything that should not depend on what was there before."""
-    with open_registry(engine) as registry:
+    with registry_of(engine.store) as registry:
         texts = sorted(registry.texts())
     answers = []
     for question in QUESTIONS:

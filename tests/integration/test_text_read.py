@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
 
-import ragblend.engine.hf.engine as engine_module
+import ragblend.engine.hf.blend as blend_module
 from ragblend.corpus.texts import ChunkRegistry
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.layers import TransformersLayers
@@ -82,7 +82,7 @@ def readers(
         "space in front, ChatML": make_spaced_tokenizer(CHATML, MARKS),
     }
     read: list[list[int]] = []
-    fuse, full_prefill = engine_module.fuse, TransformersLayers.full_prefill
+    fuse, full_prefill = blend_module.fuse, TransformersLayers.full_prefill
 
     def noting_fuse(layers: Any, plan: Any, *rest: Any) -> Any:
         read.append(plan.token_ids.tolist())
@@ -105,7 +105,7 @@ def readers(
         return make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "fuse", noting_fuse)
+        patch.setattr(blend_module, "fuse", noting_fuse)
         patch.setattr(TransformersLayers, "full_prefill", noting_full)
         yield {name: maker(tokenizer) for name, tokenizer in tokenizers.items()}
 
