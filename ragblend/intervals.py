@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NUM_RESAMPLES = 1000  # of the bootstrap
 
@@ -30,6 +32,7 @@ def mean_interval(
     >>> mean_interval([2.0, 2.0, 2.0])
     (2.0, 2.0)
     """
+    import numpy as np
     from scipy.stats import bootstrap
 
     if len(values) == 1:  # of which scipy says nothing

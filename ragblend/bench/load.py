@@ -108,7 +108,7 @@ def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) 
     with threads(config.threads), directory_of(config.store) as directory:
         tell(f"building {config.shape}")
         disk = DiskStore(directory)
-        with _vllm(config, directory) if config.backend == "vllm" else _transformers(config, disk) as subject:
+        with _subject(config, disk) as subject:
             return _run(config, subject, disk, tell)
 
 
@@ -187,27 +187,25 @@ class Subject(NamedTuple):
 
 
 @contextmanager
-def _transformers(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
+def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
+    if config.backend == "vllm":
+        from ragblend.bench.ttft_vllm import open_vllm, vllm_card
+        from ragblend.engine.vllm.worker import worker_of_this_process
+
+        shape = find_shape(config.shape)
+        token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
+        memory_gib = 2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB  # profiled from memory
+        # More than one prompt, because vLLM keeps a block for itself.
+        with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=disk.root) as (served, vocab_size):
+            worker = worker_of_this_process()
+            yield Subject(served, vocab_size, vllm_card(), worker.read_from, worker)
+        return
     with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
 
         def read_from(store: KVStore) -> None:
             engine.store = store
 
         yield Subject(engine, engine.layers.config.vocab_size, hardware_card(), read_from, engine)
-
-
-@contextmanager
-def _vllm(config: LoadConfig, directory: Path) -> Iterator[Subject]:
-    from ragblend.bench.ttft_vllm import open_vllm, vllm_card
-    from ragblend.engine.vllm.worker import worker_of_this_process
-
-    shape = find_shape(config.shape)
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
-    memory_gib = 2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB  # profiled from memory
-    # More than one prompt, because vLLM keeps a block for itself.
-    with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=directory) as (engine, vocab_size):
-        worker = worker_of_this_process()
-        yield Subject(engine, vocab_size, vllm_card(), worker.read_from, worker)
 
 
 class _Bench:

@@ -8,7 +8,7 @@ transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -100,28 +100,25 @@ class Subject(NamedTuple):
     prepare: Callable[[SegmentedPrompt, Mode], None] = lambda prompt, mode: None
 
 
-def _subject(config: TtftConfig) -> AbstractContextManager[Subject]:
-    return _vllm(config) if config.backend == "vllm" else _transformers(config)
-
-
 @contextmanager
-def _transformers(config: TtftConfig) -> Iterator[Subject]:
-    with _store(config) as store, _engine(config, store) as engine:
-        yield Subject(engine, engine.layers.config.vocab_size, hardware_card(config.device))
+def _subject(config: TtftConfig) -> Iterator[Subject]:
+    """The engine, over the tier to measure alone: a memory tier in front of the disk would answer for it."""
+    if config.backend == "vllm":
+        from ragblend.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
 
+        def prepare(prompt: SegmentedPrompt, mode: Mode) -> None:
+            if mode == "prefix":
+                warm_prefix_cache(engine, [prompt])
 
-@contextmanager
-def _vllm(config: TtftConfig) -> Iterator[Subject]:
-    from ragblend.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
-
-    memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
-
-    def prepare(prompt: SegmentedPrompt, mode: Mode) -> None:
-        if mode == "prefix":
-            warm_prefix_cache(engine, [prompt])
-
-    with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
-        yield Subject(engine, vocab_size, vllm_card(), prepare)
+        memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
+        with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
+            yield Subject(engine, vocab_size, vllm_card(), prepare)
+        return
+    with directory_of(config.store) as directory:
+        in_memory = config.tier == "memory"
+        store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
+        with _engine(config, store) as stock:
+            yield Subject(stock, stock.layers.config.vocab_size, hardware_card(config.device))
 
 
 def _measure(
@@ -217,13 +214,3 @@ def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
         return engine_for_model(load_model(config.model, config.dtype, config.device), store)
     assert config.shape is not None
     return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)
-
-
-@contextmanager
-def _store(config: TtftConfig) -> Iterator[KVStore]:
-    """The tier to measure, alone: a memory tier in front of the disk would answer for it."""
-    if config.tier == "memory":
-        yield MemoryStore(_NO_LIMIT_BYTES)
-    else:
-        with directory_of(config.store) as directory:
-            yield open_store(directory, memory_gib=0)

@@ -67,7 +67,7 @@ def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tm
 
 def test_kv_from_elsewhere_than_the_case_says_stops_the_benchmark(tmp_path: Path) -> None:
     config = LoadConfig(**SMALL, store=tmp_path)
-    with load._transformers(config, DiskStore(tmp_path)) as subject:
+    with load._subject(config, DiskStore(tmp_path)) as subject:
         work = load._prompts(config, subject.vocab_size)
         list(subject.engine.precompute_all(work.chunks))
         bench = load._Bench(subject, DiskStore(tmp_path), 1 << 20, "first_k")

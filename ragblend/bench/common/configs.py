@@ -7,9 +7,9 @@ torch, because `ragblend bench --help` reads it. Read `BenchConfig` first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from typer import Option
 
@@ -43,6 +43,8 @@ VllmOptions = Annotated[
 class BenchConfig:
     """What all benchmarks are asked. Raises UsageError for what cannot be measured, before anything is built."""
 
+    schema_version: ClassVar[int] = 1  # of the JSON object
+
     dtype: Annotated[str, Option("--dtype", help="float32, bfloat16 or float16.")] = "float32"
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads; default is torch's choice.")] = None
     seed: Annotated[int, Option("--seed")] = 0
@@ -52,8 +54,9 @@ class BenchConfig:
         from ragblend.engine.fusion.rules import check_ratio, find_rule
         from ragblend.engine.store.kv import dtype_name
 
-        for name, hint in hints_of(type(self)).items():
-            low, value = getattr(hint.__metadata__[0], "min", None), getattr(self, name)
+        hints = hints_of(type(self))
+        for name in (each.name for each in fields(self)):
+            low, value = getattr(hints[name].__metadata__[0], "min", None), getattr(self, name)
             if low is not None and value is not None and value < low:
                 raise UsageError(f"{name} is {value}; choose {low} or more")
         checks: dict[str, Callable[[Any], object]] = {"shape": find_shape, "ratio": check_ratio, "rule": find_rule}
@@ -77,11 +80,6 @@ class BenchConfig:
     def command(self) -> str:
         """The benchmark's name: quality of QualityConfig."""
         return type(self).__name__.removesuffix("Config").lower()
-
-    @property
-    def schema_version(self) -> int:
-        """Of the JSON object."""
-        return 1
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values, without the store's place, which says nothing elsewhere."""
@@ -252,6 +250,8 @@ class IngestConfig(BenchConfig):
 class QualityConfig(BenchConfig):
     """`bench quality`. What `data` may be: see `quality.data`."""
 
+    schema_version: ClassVar[int] = 3
+
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
         str,
@@ -291,11 +291,6 @@ class QualityConfig(BenchConfig):
         for budget in self.budgets:
             if not 0 < budget < 1:
                 raise UsageError(f"budget is {budget}; choose a share of the token-layers, such as 0.05")
-
-    @property
-    def schema_version(self) -> int:
-        """Of the JSON object."""
-        return 3
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values, without places."""

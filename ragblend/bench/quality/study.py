@@ -221,7 +221,9 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
     for name in RECOVERED:
         column = Record._fields.index(name)
         run[f"recovered_{name}"] = (
-            recovered(tables[FULL][:, column], tables[REUSE][:, column], table[:, column]) if REUSE in tables else None
+            recovered(tables[FULL][:, column], tables[REUSE][:, column], table[:, column])
+            if {FULL, REUSE} <= tables.keys()
+            else None
         )
     return run
 

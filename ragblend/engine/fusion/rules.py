@@ -166,7 +166,7 @@ RULES: dict[str, Rule] = {
     )
 }  # fmt: skip
 
-# Measured on the demo model's held-out questions (`ragblend bench quality`, data/results/quality.json). Its candidates
+# Measured on the demo model's held-out questions (`benchmarks.demo_quality`, data/results/quality.json). Its candidates
 # were chosen, and others tried in its place, on questions of another part (`benchmarks/selection_experiments.py`):
 # spans, forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are
 # not recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
@@ -174,7 +174,7 @@ RULES: dict[str, Rule] = {
 # A model of 5 layers says little about where a deep one's questions look.
 SHALLOW = "repair"
 # On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` the closest rule
-# (`benchmarks/closeness.py`, data/results/closeness.json).
+# (`ragblend bench quality`, data/results/closeness.json).
 DEFAULT = "ask"
 DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
 # Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
