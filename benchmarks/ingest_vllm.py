@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ragblend.bench.common.workloads import PREFIX_TOKENS, make_prompts
-from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
-from ragblend.cli.support import err, json_object, print_json, quiet_libraries, use_threads
+from ragblend.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
+from ragblend.bench.common.workloads import make_prompts
+from ragblend.bench.ttft_vllm import open_vllm, vllm_card
+from ragblend.cli.options import json_object
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.vllm.answer import INGEST_AT_ONCE
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
@@ -61,22 +64,21 @@ def bench_ingest_vllm(
     The rounds alternate, after one of each that is not counted. vLLM runs in this process, so `ingest_over_prefill_cpu`
     compares all the work that was done, storing included. `shape` is llama-50m unless a `model` is given.
     """
-    if model is None:
-        shape = shape or "llama-50m"
-    elif shape is not None:
-        raise UsageError("choose --shape or --model, not both")
-    for name, value in (("chunks", chunks), ("chunk_tokens", chunk_tokens), ("repeats", repeats)):
-        if value < 1:
-            raise UsageError(f"{name} is {value}; choose 1 or more")
+    config = ThroughputConfig(
+        shape=shape, model=model, num_chunks=chunks, pool=chunks, chunk_tokens=chunk_tokens, dtype=dtype,
+        threads=threads, store=store, seed=seed, vllm_options=vllm_options or {},
+    )  # fmt: skip
+    if repeats < 1:
+        raise UsageError(f"repeats is {repeats}; choose 1 or more")
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    setup = VllmSetup(
-        shape, model, PREFIX_TOKENS + chunk_tokens + 2, INGEST_AT_ONCE, dtype, seed, store, 0.0, vllm_options or {}
-    )
     rounds: list[tuple[_Taken, _Taken]] = []
-    with open_vllm(setup) as (engine, vocab_size):
+    with open_vllm(config, num_prompts=INGEST_AT_ONCE, prompt_tokens=PREFIX_TOKENS + chunk_tokens + 2) as (
+        engine,
+        vocab_size,
+    ):
         pool = make_prompts(chunks, chunk_tokens, 1, 1, vocab_size, seed).chunks
         for number in range(repeats + 1):
             prefill, ingest = _timed(lambda: _prefill(engine, pool)), _timed(lambda: engine.precompute_all(pool))
@@ -95,12 +97,12 @@ def bench_ingest_vllm(
     ratio = median(prefill.s / ingest.s for prefill, ingest in rounds)
     cpu_ratio = median(prefill.cpu_s / ingest.cpu_s for prefill, ingest in rounds)
     echo(f"ingest over prefill: {ratio:.3f}, in CPU seconds {cpu_ratio:.3f}")
-    config = {"shape": shape, "model": model, "chunks": chunks, "chunk_tokens": chunk_tokens, "dtype": dtype}
+    facts = {"shape": config.shape, "model": model, "chunks": chunks, "chunk_tokens": chunk_tokens, "dtype": dtype}
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "benchmarks.ingest_vllm",
         "hardware": vllm_card(),
-        "config": {**config, "backend": "vllm", "threads": threads, "repeats": repeats, "seed": seed},
+        "config": {**facts, "backend": "vllm", "threads": threads, "repeats": repeats, "seed": seed},
         "model": name,
         "rounds": [{"prefill": prefill._asdict(), "ingest": ingest._asdict()} for prefill, ingest in rounds],
         "runs": [asdict(run) for run in runs],

@@ -25,6 +25,8 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.demo_quality.cases import make_items
+from benchmarks.demo_quality.runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item
 from benchmarks.int4 import GROUPS
 from benchmarks.kv_dtypes_answers import (
     AUTO,
@@ -36,19 +38,14 @@ from benchmarks.kv_dtypes_answers import (
     over,
     show_answers,
 )
+from ragblend.bench.common.configs import PREFIX_TOKENS
 from ragblend.bench.common.hardware import card_lines, hardware_card
-from ragblend.bench.common.workloads import (
-    PREFIX_TOKENS,
-    find_dtype,
-    find_shape,
-    make_prompts,
-    random_model,
-    synthetic_segmenter,
-)
-from ragblend.bench.quality.cases import make_items
-from ragblend.bench.quality.runs import MAX_ANSWER_TOKENS, REUSE, Configuration, Item, kl
-from ragblend.bench.ttft import threads
-from ragblend.cli.support import err, quiet_libraries, split_names, use_threads
+from ragblend.bench.common.shapes import find_dtype, find_shape
+from ragblend.bench.common.workloads import make_prompts, random_model, synthetic_segmenter, threads
+from ragblend.bench.quality.measures import kl
+from ragblend.cli.options import split_names
+from ragblend.cli.printing import err
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import int4
-from ragblend.bench.quality.runs import FULL, Answer, Configuration, Item, answer, is_exact, kl, request_for
+from benchmarks.demo_quality.runs import FULL, Configuration, Item, answer, is_exact, request_for
+from ragblend.bench.quality.measures import Answer, kl
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.chunk_file import encode_chunk

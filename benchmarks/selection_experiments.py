@@ -12,7 +12,7 @@ go by their older names, `repair_40` and `repair`.
     python -m benchmarks.selection_experiments --base effect_60 --only repair --questions 450 --seed 950003 \
         --budgets 0.05,0.1,0.15 --out data/results/selection-attention.json
 
-The questions share no pair of subject and answer with those that `ragblend bench quality` reports (`--part selection`
+The questions share no pair of subject and answer with those that `benchmarks.demo_quality` reports (`--part selection`
 there). A candidate takes the default's place if its paired interval excludes 0 for the better at ratios and at budgets,
 and nowhere for the worse.
 """
@@ -32,12 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.demo_quality.cases import make_items
+from benchmarks.demo_quality.pairs import GROUPS, differences
+from benchmarks.demo_quality.runs import Configuration, Engines, Record, configurations, rows_of
+from benchmarks.demo_quality.study import Asked, run_items
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.quality.cases import make_items
-from ragblend.bench.quality.pairs import GROUPS, differences
-from ragblend.bench.quality.runs import Configuration, Engines, Record, configurations, rows_of
-from ragblend.bench.quality.study import Asked, run_items
-from ragblend.cli.support import one_thread, quiet_libraries, split_names, split_numbers
+from ragblend.cli.options import split_names, split_numbers
+from ragblend.cli.session import one_thread, quiet_libraries
 from ragblend.engine.fusion.plan import FusedKV, FusePlan
 from ragblend.engine.fusion.rules import RULES, Check, Evidence, Rule, repair
 from ragblend.engine.hf import blend as transformers_engine

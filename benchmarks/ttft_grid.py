@@ -17,13 +17,14 @@ from typing import Any, cast
 import numpy as np
 import typer
 
+from ragblend.bench.common.configs import TtftConfig
 from ragblend.bench.common.output import check_plot, on_terminal, present
-from ragblend.bench.common.plots import require_matplotlib
-from ragblend.bench.common.workloads import find_dtype
-from ragblend.bench.ttft import SCHEMA_VERSION, TtftConfig, TtftResult, TtftRun, run_ttft
-from ragblend.cli.support import err, print_json, quiet_libraries, split_counts, split_names, use_threads
+from ragblend.bench.common.plots import drawn
+from ragblend.bench.ttft import TtftResult, TtftRun, run_ttft
+from ragblend.cli.options import split_counts, split_names
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.report import Mode
-from ragblend.engine.store.kv import dtype_name
 from ragblend.errors import UsageError
 
 
@@ -68,13 +69,11 @@ class GridResult:
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the command line."""
         runs = [run.as_dict() for run in self.runs]
-        config = asdict(self.config) | {"modes": [*self.config.modes], "rules": [*self.config.rules]}
-        config |= {"dtype": dtype_name(find_dtype(self.config.dtype))}
+        config = self.config.as_dict()
         for name in ("num_chunks", "chunk_tokens"):
             config[name] = sorted({run[name] for run in runs})
-        config.pop("store")  # a path of this machine says nothing elsewhere
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 1,
             "command": "benchmarks.ttft_grid",
             "hardware": self.hardware,
             "config": config,
@@ -113,7 +112,7 @@ def grid_runs(result: TtftResult) -> list[GridRun]:
         GridRun(
             config.num_chunks,
             config.chunk_tokens,
-            result.prompt_tokens,
+            config.prompt_tokens,
             run,
             run.speedup / run.limit if run.speedup is not None and run.limit is not None else None,
             run.peak_rss_bytes / full.peak_rss_bytes if full is not None else None,
@@ -155,7 +154,7 @@ def table_lines(result: GridResult) -> list[str]:
     """A line per point and case, and how the times grow."""
     config = result.config
     lines = [
-        f"{result.name} {dtype_name(find_dtype(config.dtype))}, {config.question_tokens} question tokens, KV from "
+        f"{result.name} {config.dtype}, {config.question_tokens} question tokens, KV from "
         f"{config.tier}; medians of {result.runs[0].run.num_samples}",
         f"{'chunks':>6}{'x':>5}{'prompt':>8} {'mode':<7}{'rule':<19}{'charged':>8}{'TTFT s':>9}{'load s':>8}"
         f"{'fuse s':>9}{'speedup':>8}{'limit':>7}{'eff.':>6}{'RSS':>6}",
@@ -192,12 +191,11 @@ def bench_grid(
 
 def plot_grid(facts: Mapping[str, Any], path: Path) -> None:
     """Write a grid of `bench ttft`: speedup of blending over the prompt's length, and what takes how long."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with drawn(path, 12, 4.8) as figure:
+        _draw(figure, facts)
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+
+def _draw(figure: Any, facts: Mapping[str, Any]) -> None:
     speedups, times = figure.subplots(1, 2)
     runs = sorted(facts["runs"], key=lambda run: int(run["prompt_tokens"]))
     blends = [run for run in runs if run["mode"] == "blend"]
@@ -206,12 +204,12 @@ def plot_grid(facts: Mapping[str, Any], path: Path) -> None:
         places = [run["prompt_tokens"] for run in points]
         label = f"{case[0]}, chunks of {case[1]}"
         speedups.plot(places, [run["speedup"] for run in points], marker="o", ms=4, label=label)
-    drawn = {
+    curves = {
         "full prefill": ("full", "ttft_s"),
         "blend, computing": ("blend", "fuse_s"),
         "loading": ("blend", "load_s"),
     }
-    for label, (mode, name) in drawn.items():
+    for label, (mode, name) in curves.items():
         points = [run for run in runs if run["mode"] == mode]
         places = [run["prompt_tokens"] for run in points]
         times.plot(places, [run[name] for run in points], "o", ms=4, label=label)
@@ -227,8 +225,6 @@ def plot_grid(facts: Mapping[str, Any], path: Path) -> None:
     config, hardware = facts["config"], facts["hardware"]
     place = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
     figure.suptitle(f"{facts['model']} {config['dtype']}, {config['ratio']:.0%} recomputed, {place}", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def _number(value: float | None) -> str:

@@ -16,22 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ragblend.corpus.documents import Document, iter_documents, load_documents
-from ragblend.corpus.folders import ReadFailure
+from ragblend.corpus.documents import Document
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Chunk
-
-__all__ = [
-    "Document",
-    "ReadFailure",
-    "Splitter",
-    "TokenCounter",
-    "adapt_splitter",
-    "iter_documents",
-    "load_documents",
-    "split",
-    "version_of",
-]
 
 
 class TokenCounter(Protocol):

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import (
+    SHADOW,
     Check,
     GenerationKeywords,
     GenerationOptions,
@@ -30,7 +31,6 @@ from ragblend.options import (
     one_of,
     option,
     same_as,
-    share,
 )
 from ragblend.redaction import redacted
 
@@ -85,7 +85,7 @@ class Settings(TierOptions):
     shadow: float = option(
         0.0,
         "Run full prefill beside this share of the requests, after the answer; 0 to 1.",
-        share("off", "full prefill beside every request"),
+        SHADOW,
     )
 
     @property

@@ -228,8 +228,8 @@ class ChunkIndex(ChunkDatabase):
             manifest = seal(asdict(self.manifest), MANIFEST)
             folder = Directory(self.path, fsync=True, make_room="Make room and run the command again")
             folder.clean()
-            folder.replace(self.path / VECTORS, len(data), lambda stream: stream.write(data))
-            folder.replace(self.path / MANIFEST, len(manifest), lambda stream: stream.write(manifest))
+            folder.write(self.path / VECTORS, data)
+            folder.write(self.path / MANIFEST, manifest)
         self._changed = self._is_behind = False
 
     def rebuild(self) -> None:

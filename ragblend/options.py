@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, get_args
+from numbers import Real
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
 
 from ragblend.errors import UsageError
 from ragblend.redaction import redacted
+
+T = TypeVar("T")
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
@@ -24,6 +27,13 @@ class Check(NamedTuple):
 
     accepts: Callable[[Any], bool]
     choose: str
+
+    def of(self, name: str, value: T) -> T:
+        """`value`, which is called `name`; raises UsageError unless it may be."""
+        if not self.accepts(value):
+            shown = redacted(value) if isinstance(value, str) else value
+            raise UsageError(f"{name} is {shown!r}; choose {self.choose}")
+        return value
 
 
 def one_of(*names: str) -> Check:
@@ -42,8 +52,9 @@ def share(low: str, high: str) -> Check:
     return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
 
 
-_SHARE = share("full reuse", "recompute every chunk token")
-RATIO = Check(lambda value: value == "auto" or _SHARE.accepts(value), f"{_SHARE.choose}, or 'auto'")
+SHARE = share("full reuse", "recompute every chunk token")
+RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
+SHADOW = share("off", "full prefill beside every request")
 
 
 class Option(NamedTuple):
@@ -74,11 +85,8 @@ def check_options(options: _Dataclass) -> None:
     for each in fields(options):
         known: Option | None = each.metadata.get("option")
         value = getattr(options, each.name)
-        if known is None or known.check is None or (value is None and each.default is None):
-            continue
-        if not known.check.accepts(value):
-            shown = redacted(value) if isinstance(value, str) else value
-            raise UsageError(f"{each.name} is {shown!r}; choose {known.check.choose}")
+        if known is not None and known.check is not None and not (value is None and each.default is None):
+            known.check.of(each.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +189,4 @@ def is_url(backend: str) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -17,12 +17,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.chunker import ReadFailure, Splitter, split, version_of
+from ragblend.chunker import Splitter, split, version_of
 from ragblend.corpus.documents import MAX_FILE_MIB, Skipped
-from ragblend.corpus.folders import file_of, named, shown, walk
-from ragblend.corpus.texts import ChunkRegistry, registry_of
+from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
+from ragblend.corpus.texts import ChunkRegistry, folders_of, registry_of
 from ragblend.engine.api import Engine
-from ragblend.engine.store.tiered import Pins, format_bytes, kv_dtype_of
+from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -34,8 +34,7 @@ from ragblend.errors import (
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.follow import Cut, follow, moved_from
 from ragblend.ingestion.follow import Progress as Progress
-from ragblend.ingestion.forget import disk_store as disk_store
-from ragblend.ingestion.forget import forget_texts, registry_for, store_folders, sweep, unfinished
+from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
 from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
 from ragblend.prompt.prompt import Chunk
 
@@ -110,7 +109,7 @@ def ingest(
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     tell = progress or (lambda stage, done, total: None)
-    own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine)]
+    own = [index.path if isinstance(index, ChunkIndex) else index, *folders_of(engine.store)]
     found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
     with (
@@ -193,7 +192,7 @@ def precompute_chunks(
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     missing = [chunk for chunk, key in keys.items() if not engine.store.contains(key)]
     report.num_known_kv += len(distinct) - len(missing)
-    disk, absent = disk_store(engine), set(missing)
+    disk, absent = disk_tier(engine.store), set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
     renewed: list[Chunk] = []
     if rewrite:
@@ -356,7 +355,7 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
 
 def _pin_again(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
     """A pinned document that was ingested again may have other chunks now."""
-    disk = disk_store(engine)
+    disk = disk_tier(engine.store)
     pinned = disk.pins() if disk is not None else {}
     for source in sources:
         if source in pinned:
@@ -401,7 +400,7 @@ def open_registry(engine: Engine) -> ChunkRegistry:
 
 def disk_bytes(engine: Engine) -> int:
     """Bytes of KV on disk; 0 for an engine that keeps it in memory."""
-    disk = disk_store(engine)
+    disk = disk_tier(engine.store)
     return disk.nbytes() if disk is not None else 0
 
 

@@ -26,6 +26,7 @@ from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.olmo import OlmoConfig, OlmoForCausalLM
 from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -92,6 +93,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen3MoeForCausalLM,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
+    "olmo": (OlmoConfig, OlmoForCausalLM, {"clip_qkv": 0.6}),
     "granite": (
         GraniteConfig,
         GraniteForCausalLM,

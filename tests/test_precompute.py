@@ -10,12 +10,11 @@ import pytest
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.store.tiered import MemoryStore, disk_tier
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
 from ragblend.precompute import (
     as_chunk,
-    disk_store,
     ingest,
     open_engine_index,
     pin_document,
@@ -190,7 +189,7 @@ def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engin
         hits = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
         assert [chunk.behind_neighbour for chunk in hits] == [False, True, True]
         assert pin_document(source, engine, index) == (5, 5)
-        pinned = disk_store(engine).pins()[source]
+        pinned = disk_tier(engine.store).pins()[source]
         assert set(pinned) == {engine.key(chunk) for chunk in with_neighbours(chunks)}
         assert len(pinned) == 9
         assert remove_document(source, engine, index) == (5, 9)
@@ -221,7 +220,7 @@ def test_ingested_chunks_are_hits_and_ratio_one_answers_as_full_prefill(corpus, 
 
 
 def test_the_disk_tier_is_found_behind_the_memory_tier(engine, tmp_path):
-    disk = disk_store(engine)
+    disk = disk_tier(engine.store)
     assert disk is not None
     assert disk.root == tmp_path / "kv"
 

@@ -9,54 +9,26 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from ragblend.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.output import on_terminal, present
-from ragblend.bench.common.workloads import PREFIX_TOKENS, draw_prompts, engine_for, find_dtype, find_shape
-from ragblend.bench.ttft import threads
+from ragblend.bench.common.output import BenchResult, Column, bench, table
+from ragblend.bench.common.shapes import find_dtype, find_shape
+from ragblend.bench.common.workloads import directory_of, draw_prompts, engine_for, threads
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.open import open_store
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
 from ragblend.prompt.prompt import Chunk
 
-SCHEMA_VERSION = 1
-DEFAULT_SHAPE = "llama-200m"
 KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
-
-
-@dataclass(frozen=True, slots=True)
-class IngestConfig:
-    """What to measure: `num_chunks` chunks, prefilled and ingested in turns `repeats` times; `num_known` known ones."""
-
-    shape: str = DEFAULT_SHAPE
-    num_chunks: int = 8
-    chunk_tokens: int = 512
-    repeats: int = 3
-    num_known: int = 10_000  # 0 leaves that part out
-    dtype: str = "float32"
-    threads: int | None = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        find_shape(self.shape)
-        find_dtype(self.dtype)
-        for name in ("num_chunks", "chunk_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.num_known < 0:
-            raise UsageError(f"num_known is {self.num_known}; choose 0 (not measured) or more")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; choose 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +55,30 @@ class KnownRun:
 
 
 @dataclass(frozen=True, slots=True)
-class IngestResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class IngestResult(BenchResult):
+    """What `bench ingest` found."""
 
-    config: IngestConfig
     stored_bytes_per_token: int
-    hardware: dict[str, Any]
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
     known: tuple[KnownRun, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench ingest",
-            "hardware": self.hardware,
-            "config": {**asdict(self.config), "dtype": dtype_name(find_dtype(self.config.dtype))},
-            "model": self.config.shape,
-            "stored_bytes_per_token": self.stored_bytes_per_token,
-            "runs": [asdict(run) for run in self.runs],
-            "ingest_over_prefill": self.ingest_over_prefill,
-            "known": [asdict(run) for run in self.known],
-        }
 
 
 def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
     """Measure `config`. `progress` is told what is being done."""
     tell = progress or (lambda line: None)
-    with threads(config.threads), tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+    with threads(config.threads), directory_of(None) as directory:
         tell(f"building {config.shape}")
-        store = open_store(Path(directory) / "kv", memory_gib=0)
+        store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
             rounds = side_by_side(engine, config, tell)
             bytes_per_token = engine.bytes_per_token
-        known = run_known(config, Path(directory) / "known", tell) if config.num_known else ()
+        known = run_known(config, directory / "known", tell) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in ("prefill", "ingest")}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
         ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
-        return IngestResult(config, bytes_per_token, hardware_card(), runs, ratio, known)
+        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, known)
 
 
 def side_by_side(
@@ -209,17 +165,19 @@ def write_documents(directory: Path, num_chunks: int, vocabulary: int, seed: int
         (directory / f"{start:08d}.txt").write_text("\n\n".join(paragraphs) + "\n")
 
 
+COLUMNS = (
+    Column("mode", "<9", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
+    Column("seconds", ">9.2f", "seconds"), Column("tokens/s", ">10.1f", "tokens_per_s"),
+)  # fmt: skip
+
+
 def table_lines(result: IngestResult) -> list[str]:
     """The runs for people."""
     config = result.config
     lines = [
-        f"{config.shape} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
-        f"tokens; medians of {config.repeats}",
-        f"{'mode':<9}{'chunks':>7}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}",
-    ]
-    lines += [
-        f"{run.mode:<9}{run.chunks:>7}{run.tokens:>8}{run.seconds:>9.2f}{run.tokens_per_s:>10.1f}"
-        for run in result.runs
+        f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "
+        f"medians of {config.repeats}",
+        *table(COLUMNS, result.runs),
     ]
     lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
     lines += [
@@ -230,13 +188,9 @@ def table_lines(result: IngestResult) -> list[str]:
     return lines
 
 
-def bench_ingest(*, echo: Callable[[str], None], **values: Any) -> dict[str, Any]:
-    """`ragblend bench ingest`: card and table to `echo`; returns the JSON object.
-
-    `values` are IngestConfig's. Raises UsageError for values out of range.
-    """
-    result = run_ingest(IngestConfig(**values), on_terminal())
-    return present(result.as_dict(), table_lines(result), echo)
+def bench_ingest(config: IngestConfig, *, plot: None = None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench ingest`: card and table to `echo`; returns the JSON object. There is nothing to draw."""
+    return bench(config, run_ingest, table_lines, echo, plot)
 
 
 def _timed(work: Callable[[], None]) -> float:

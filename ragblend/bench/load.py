@@ -8,33 +8,32 @@ reads everything before it computes anything. Read `run_load` first.
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ragblend.bench.common.configs import LoadConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.output import BenchResult, Column, bench, medians, table
 from ragblend.bench.common.plots import plot_load
-from ragblend.bench.common.workloads import PREFIX_TOKENS, PromptSet, draw_prompts, engine_for, find_dtype, find_shape
-from ragblend.bench.ttft import BACKENDS, threads
+from ragblend.bench.common.shapes import find_dtype, find_shape
+from ragblend.bench.common.workloads import PromptSet, directory_of, engine_for, prompts_of, threads
 from ragblend.engine.fusion.loader import Timeline
-from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dtype_name, in_memory, restored
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.engine.tuning.pipeline import MachineProfile, choose_ratio
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.upkeep.measure import Effort, measure_machine
 
@@ -42,58 +41,8 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.worker import BlendWorker
 
-SCHEMA_VERSION = 1
-DEFAULT_SHAPE = "llama-200m"
-SLOWDOWNS = (0.5, 0.8, 1.0, 2.0)
-"""Throttled readers, by T_load over T_recompute."""
-
 TARGET = 1.15
 """Blending from a disk that loads within T_recompute may take so many times what it takes from memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadConfig:
-    """What to measure: prompts of `num_chunks` chunks out of a store `store_factor` times the memory budget."""
-
-    shape: str = DEFAULT_SHAPE
-    num_chunks: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratio: float = DEFAULT_RATIO
-    rule: str = "auto"
-    slowdowns: tuple[float, ...] = SLOWDOWNS
-    store_factor: int = 10
-    dtype: str = "float32"
-    threads: int | None = 1
-    repeats: int = 5  # prompts, each of other chunks
-    seed: int = 0
-    store: Path | None = None  # None is a temporary directory
-    backend: str = "transformers"
-    vllm_options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own engine arguments
-
-    def __post_init__(self) -> None:
-        find_shape(self.shape)
-        for name in ("num_chunks", "chunk_tokens", "question_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.store_factor < 2:
-            raise UsageError(f"a store {self.store_factor} times the memory budget fits into it; choose 2 or more")
-        if any(slowdown <= 0 for slowdown in self.slowdowns):
-            raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; choose 1 or more")
-        check_ratio(self.ratio)
-        find_rule(self.rule)
-        find_dtype(self.dtype)
-        if self.backend not in BACKENDS:
-            raise UsageError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
-        if self.backend != "vllm" and self.vllm_options:
-            raise UsageError("options for vLLM need --backend vllm")
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of one prompt."""
-        return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
 class Case(NamedTuple):
@@ -140,55 +89,23 @@ class LoadRun:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class LoadResult(BenchResult):
+    """What `bench load` found."""
 
-    config: LoadConfig
-    profile: MachineProfile
-    rule: str
-    prompt_tokens: int
     store_bytes: int
     memory_bytes: int
     page_cache_dropped: bool
     load_bytes: int  # of one prompt
-    recompute_s: float  # T_recompute
-    hardware: dict[str, Any]
+    controller: dict[str, Any]  # what it measured; recompute_s is T_recompute
+    target: float
     runs: tuple[LoadRun, ...]
     timelines: tuple[dict[str, Any], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        config = asdict(self.config)
-        config |= {"slowdowns": [*self.config.slowdowns], "dtype": dtype_name(find_dtype(self.config.dtype))}
-        config.pop("store")  # a path of this machine says nothing elsewhere
-        profile = self.profile
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench load",
-            "hardware": self.hardware,
-            "config": config,
-            "model": self.config.shape,
-            "prompt_tokens": self.prompt_tokens,
-            "store_bytes": self.store_bytes,
-            "memory_bytes": self.memory_bytes,
-            "page_cache_dropped": self.page_cache_dropped,
-            "load_bytes": self.load_bytes,
-            "controller": {
-                "prefill_s": [list(point) for point in profile.prefill_s],
-                "shares": [list(point) for point in profile.shares],
-                "bytes_per_s": dict(profile.bytes_per_s),
-                "recompute_s": self.recompute_s,
-            },
-            "target": TARGET,
-            "runs": [asdict(run) for run in self.runs],
-            "timelines": [*self.timelines],
-        }
 
 
 def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
     """Measure every case of `config` on the same prompts, in turns. `progress` is told what is being done."""
     tell = progress or (lambda line: None)
-    with threads(config.threads), _directory(config) as directory:
+    with threads(config.threads), directory_of(config.store) as directory:
         tell(f"building {config.shape}")
         disk = DiskStore(directory)
         with _vllm(config, directory) if config.backend == "vllm" else _transformers(config, disk) as subject:
@@ -204,9 +121,7 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
         pass
     memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
     bench = _Bench(subject, disk, memory_bytes, config.rule)
-    num_tokens = config.prompt_tokens
-    recompute_s = profile.recompute_s(config.ratio, num_tokens)
-    cases = make_cases(config, profile, bench.memory_bytes, num_tokens)
+    cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
     samples: dict[Case, list[Sample]] = {case: [] for case in cases}
     bench.sample(work.prompts[-1], cases[0])  # warm-up
     for number, prompt in enumerate(work.prompts[: config.repeats]):
@@ -215,15 +130,19 @@ def _run(config: LoadConfig, subject: Subject, disk: DiskStore, tell: Callable[[
             samples[case].append(bench.sample(prompt, case))
     return LoadResult(
         config,
-        profile,
-        next(iter(samples.values()))[0].report.rule,
-        num_tokens,
-        disk.nbytes(),
-        bench.memory_bytes,
-        bench.page_cache_dropped,
-        bench.memory_bytes,
-        recompute_s,
+        config.shape,
         subject.hardware,
+        disk.nbytes(),
+        memory_bytes,
+        bench.page_cache_dropped,
+        memory_bytes,
+        {
+            "prefill_s": profile.prefill_s,
+            "shares": profile.shares,
+            "bytes_per_s": profile.bytes_per_s,
+            "recompute_s": profile.recompute_s(config.ratio, config.prompt_tokens),
+        },
+        TARGET,
         summarise(samples),
         tuple(timeline_facts(case, taken) for case, taken in samples.items()),
     )
@@ -279,23 +198,14 @@ def _transformers(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
 
 @contextmanager
 def _vllm(config: LoadConfig, directory: Path) -> Iterator[Subject]:
-    from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card
+    from ragblend.bench.ttft_vllm import open_vllm, vllm_card
     from ragblend.engine.vllm.worker import worker_of_this_process
 
     shape = find_shape(config.shape)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
-    setup = VllmSetup(
-        shape=config.shape,
-        model=None,
-        prompt_tokens=config.prompt_tokens,
-        num_prompts=2,  # more than one, because vLLM keeps a block for itself
-        dtype=config.dtype,
-        seed=config.seed,
-        store=directory,
-        memory_gib=2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB,  # profiled from memory
-        vllm_options=config.vllm_options,
-    )
-    with open_vllm(setup) as (engine, vocab_size):
+    memory_gib = 2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB  # profiled from memory
+    # More than one prompt, because vLLM keeps a block for itself.
+    with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=directory) as (engine, vocab_size):
         worker = worker_of_this_process()
         yield Subject(engine, vocab_size, vllm_card(), worker.read_from, worker)
 
@@ -417,33 +327,26 @@ class WholeStore(_Wrapped):
         return None if kv is None else in_memory(kv)
 
 
+_MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s")
+
+
 def summarise(samples: Mapping[Case, Sequence[Sample]]) -> tuple[LoadRun, ...]:
     """Medians of every case, beside those of blending from memory and what the controller expects."""
-    medians = {case: _median(taken, lambda report: report.ttft_s) for case, taken in samples.items()}
-    memory_s = next(seconds for case, seconds in medians.items() if case.source == "memory")
+    found = {case: medians([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
+    memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
     runs = []
     for case, taken in samples.items():
-        over_memory = medians[case] / memory_s
+        over_memory = found[case]["ttft_s"] / memory_s
         is_hidden = case.pipeline and case.source != "memory" and case.load_over_recompute <= 1
         runs.append(
             LoadRun(
                 mode="blend",
                 rule=taken[0].report.rule,
-                source=case.source,
-                pipeline=case.pipeline,
-                ratio=case.ratio,
-                charged_budget=_median(taken, lambda report: report.charged_budget),
-                load_over_recompute=case.load_over_recompute,
-                bytes_per_s=case.bytes_per_s,
-                ttft_s=medians[case],
+                **case._asdict(),
+                **found[case],
                 ttft_min_s=min(sample.report.ttft_s for sample in taken),
                 ttft_max_s=max(sample.report.ttft_s for sample in taken),
-                lookup_s=_median(taken, lambda report: report.lookup_s),
-                load_s=_median(taken, lambda report: report.load_s),
-                stall_s=_median(taken, lambda report: report.stall_s),
-                fuse_s=_median(taken, lambda report: report.fuse_s),
                 over_memory=over_memory,
-                expected_s=case.expected_s,
                 within_target=over_memory <= TARGET if is_hidden else None,
                 num_samples=len(taken),
             )
@@ -464,41 +367,34 @@ def timeline_facts(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
     return {**{name: facts[name] for name in ("source", "pipeline", "ratio", "load_over_recompute")}, **spans}
 
 
+COLUMNS = (
+    Column("KV from", "<10", "source"),
+    Column("MB/s", ">7.1f", lambda run: run.bytes_per_s and run.bytes_per_s / 1e6),
+    Column("pipeline", ">9", lambda run: "on" if run.pipeline else "off"),
+    Column("ratio", ">7.2f", "ratio"), Column("load/rec", ">9.2f", "load_over_recompute"),
+    Column("TTFT s", ">8.3f", "ttft_s"), Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"),
+    Column("stall s", ">8.3f", "stall_s"), Column("expected", ">9.3f", "expected_s"),
+    Column("/ memory", ">9.2fx", "over_memory"),
+    Column(f"<= {TARGET}", ">8", lambda run: {None: "", True: "yes", False: "NO"}[run.within_target]),
+)  # fmt: skip
+
+
 def table_lines(result: LoadResult) -> list[str]:
     """The runs for people: one line each, under two that say what was run and what the controller measured."""
-    config, disk = result.config, result.profile.bytes_per_s["disk"]
+    config, disk = result.config, result.controller["bytes_per_s"]["disk"]
     cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
-    lines = [
-        f"{config.shape} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} chunks x {config.chunk_tokens} "
-        f"tokens of a store {result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; "
-        f"medians of {config.repeats}",
-        f"by the controller: T_recompute {result.recompute_s:.3g} s, T_load from this disk "
+    return [
+        f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens of a store "
+        f"{result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; medians of {config.repeats}",
+        f"by the controller: T_recompute {result.controller['recompute_s']:.3g} s, T_load from this disk "
         f"{result.load_bytes / disk:.3g} s at {disk / 1e6:.0f} MB/s",
-        f"{'KV from':<10}{'MB/s':>7}{'pipeline':>9}{'ratio':>7}{'load/rec':>9}{'TTFT s':>8}{'min':>7}{'max':>7}"
-        f"{'stall s':>8}{'expected':>9}{'/ memory':>9}{'<= ' + str(TARGET):>8}",
+        *table(COLUMNS, result.runs),
     ]
-    for run in result.runs:
-        speed = "-" if run.bytes_per_s is None else f"{run.bytes_per_s / 1e6:.1f}"
-        verdict = "" if run.within_target is None else "yes" if run.within_target else "NO"
-        lines.append(
-            f"{run.source:<10}{speed:>7}{'on' if run.pipeline else 'off':>9}{run.ratio:>7.2f}"
-            f"{run.load_over_recompute:>9.2f}{run.ttft_s:>8.3f}{run.ttft_min_s:>7.2f}{run.ttft_max_s:>7.2f}"
-            f"{run.stall_s:>8.3f}{run.expected_s:>9.3f}{run.over_memory:>8.2f}x{verdict:>8}"
-        )
-    return lines
 
 
-def bench_load(
-    *, plot: Path | None, echo: Callable[[str], None], slowdowns: Sequence[float] = SLOWDOWNS, **values: Any
-) -> dict[str, Any]:
-    """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object.
-
-    `values` are LoadConfig's. Raises UsageError for values out of range.
-    """
-    config = LoadConfig(slowdowns=tuple(slowdowns), **values)
-    check_plot(plot)
-    result = run_load(config, on_terminal())
-    return present(result.as_dict(), table_lines(result), echo, plot, plot_load)
+def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return bench(config, run_load, table_lines, echo, plot, plot_load)
 
 
 def _effort(config: LoadConfig) -> Effort:
@@ -510,30 +406,6 @@ def _effort(config: LoadConfig) -> Effort:
 def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Prompts without a chunk in common, as many as the store has room for."""
     num_prompts = max(config.store_factor, config.repeats + 1)
-    sets = [
-        draw_prompts(
-            config.num_chunks,
-            config.num_chunks,
-            config.chunk_tokens,
-            config.question_tokens,
-            1,
-            vocab_size,
-            config.seed + number,
-        )
-        for number in range(num_prompts)
-    ]
+    sets = [prompts_of(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))
-
-
-@contextmanager
-def _directory(config: LoadConfig) -> Iterator[Path]:
-    if config.store is not None:
-        yield config.store
-        return
-    with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
-        yield Path(directory)
-
-
-def _median(samples: Sequence[Sample], value: Callable[[BlendReport], float]) -> float:
-    return statistics.median(value(sample.report) for sample in samples)

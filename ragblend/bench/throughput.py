@@ -14,22 +14,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ragblend.bench.common.output import check_plot, on_terminal, present
+from ragblend.bench.common.configs import Case, ThroughputConfig, cases_of
+from ragblend.bench.common.output import BenchResult, Column, bench, table
 from ragblend.bench.common.plots import plot_throughput
-from ragblend.bench.common.workloads import PREFIX_TOKENS, draw_prompts, find_dtype, find_shape
-from ragblend.bench.ttft import Case, cases_of, check_modes, threads
-from ragblend.bench.ttft_vllm import VllmSetup, open_vllm, vllm_card, warm_prefix_cache
-from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio
-from ragblend.engine.report import BlendReport, Mode
-from ragblend.engine.store.kv import dtype_name
+from ragblend.bench.common.workloads import prompts_of, threads
+from ragblend.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.answer import Delta, VllmRequest
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
+from ragblend.options import Mode
 from ragblend.prompt.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
         def deltas(self, request: VllmRequest) -> Generator[Delta]: ...  # noqa: D102
 
 
-SCHEMA_VERSION = 1
-DEFAULT_SHAPE = "llama-50m"
 BOUND_FACTOR = 2.0  # of full prefill's TTFT on an idle engine: the default bound
 LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
 """Default rates, in requests per full prefill: full prefill cannot follow beyond 1."""
@@ -51,58 +48,6 @@ LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
 _STOP_FACTOR = 2.0  # a mode whose mean TTFT is beyond so many bounds is not driven any further
 _IDLE_SAMPLES = 3
 _HEAD_START_S = 0.05  # for the senders to be ready
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputConfig:
-    """What to measure. Either a `shape` (random weights) or a `model` (a checkpoint)."""
-
-    shape: str | None = DEFAULT_SHAPE
-    model: str | None = None
-    num_chunks: int = 4  # per prompt
-    chunk_tokens: int = 128
-    pool: int = 24  # stored chunks that prompts draw from
-    question_tokens: int = 32
-    output_tokens: int = 8
-    num_requests: int = 16  # per rate
-    rates: tuple[float, ...] | None = None  # requests per second; None: LOADS times full prefill's own rate
-    bound_s: float | None = None  # mean TTFT that counts as served; None: BOUND_FACTOR idle full prefills
-    ratio: float = DEFAULT_RATIO
-    modes: tuple[Mode, ...] = ("full", "prefix", "blend")
-    rules: tuple[str, ...] = ("cacheblend",)
-    dtype: str = "float32"
-    threads: int | None = None
-    memory_gib: float = 2.0  # memory tier in front of the store
-    store: Path | None = None  # None is a temporary one
-    seed: int = 0
-    vllm_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if (self.shape is None) == (self.model is None):
-            raise UsageError("give either a shape (random weights) or a model (a checkpoint), not both, not neither")
-        if self.shape is not None:
-            find_shape(self.shape)
-        for name in ("num_chunks", "chunk_tokens", "question_tokens", "output_tokens", "num_requests"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.pool < self.num_chunks:
-            raise UsageError(f"prompts of {self.num_chunks} chunks cannot be drawn from {self.pool}: raise --pool")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; choose 1 or more")
-        if self.rates is not None and (not self.rates or min(self.rates) <= 0):
-            raise UsageError("rates must be above 0 requests per second; leave them out to have them chosen")
-        if self.bound_s is not None and self.bound_s <= 0:
-            raise UsageError(f"the bound is {self.bound_s} s; choose more than 0")
-        if self.memory_gib < 0:
-            raise UsageError(f"memory_gib is {self.memory_gib}; choose 0 or more")
-        check_ratio(self.ratio)
-        check_modes(self.modes, self.rules)
-        find_dtype(self.dtype)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of every prompt."""
-        return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
 class Answered(NamedTuple):
@@ -150,64 +95,28 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputResult:
-    """Everything a run of the benchmark found, and what it was run on."""
+class ThroughputResult(BenchResult):
+    """What `bench throughput` found."""
 
-    config: ThroughputConfig
-    name: str
     bound_s: float
-    hardware: dict[str, Any]
     runs: tuple[ThroughputRun, ...]
     capacities: tuple[Capacity, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        config = asdict(self.config)
-        config |= {"modes": [*self.config.modes], "rules": [*self.config.rules]}
-        config |= {"rates": None if self.config.rates is None else [*self.config.rates]}
-        config |= {"dtype": dtype_name(find_dtype(self.config.dtype))}
-        config.pop("store")  # a path of this machine says nothing elsewhere
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench throughput",
-            "hardware": self.hardware,
-            "config": config,
-            "model": self.name,
-            "prompt_tokens": self.config.prompt_tokens,
-            "bound_s": self.bound_s,
-            "runs": [asdict(run) for run in self.runs],
-            "capacities": [asdict(capacity) for capacity in self.capacities],
-        }
 
 
 def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | None = None) -> ThroughputResult:
     """Measure every mode of `config` at every rate on the same prompts. `progress` is told what is being done."""
     tell = progress or (lambda line: None)
     cases = cases_of(config.modes, config.rules)
-    setup = VllmSetup(
-        shape=config.shape,
-        model=config.model,
-        dtype=config.dtype,
-        seed=config.seed,
-        store=config.store,
-        memory_gib=config.memory_gib,
-        # All prompts of a rate and all chunks: what is in vLLM's prefix cache is not pushed out of it.
-        num_prompts=config.num_requests + -(-config.pool // config.num_chunks),
-        prompt_tokens=config.prompt_tokens + config.output_tokens,
-        vllm_options=config.vllm_options,
-    )
+    # All prompts of a rate and all chunks: what is in vLLM's prefix cache is not pushed out of it.
+    num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
+    longest = config.prompt_tokens + config.output_tokens
     with threads(config.threads):
         tell(f"building {config.shape or config.model}")
-        with open_vllm(setup) as (engine, vocab_size):
-            work = draw_prompts(
-                config.pool,
-                config.num_chunks,
-                config.chunk_tokens,
-                config.question_tokens,
-                config.num_requests,
-                vocab_size,
-                config.seed,
-            )
+        with open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as (
+            engine,
+            vocab_size,
+        ):
+            work = prompts_of(config, vocab_size, config.num_requests, config.pool)
             tell(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
             for chunk in work.chunks:
                 engine.precompute(chunk)
@@ -233,7 +142,7 @@ def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | N
 
             runs = sweep(cases, rates, bound_s, config.ratio, measure, tell)
             found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
-            return ThroughputResult(config, engine.name, bound_s, vllm_card(), runs, found)
+            return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
 _FULL = Case("full", "none")  # measured idle in any case: bound and rates come from it
@@ -404,21 +313,23 @@ def highest_rate(points: Sequence[Point], bound_s: float) -> HighestRate:
     return HighestRate(below.rate, below.served, at_least=True)
 
 
+COLUMNS = (
+    Column("req/s", ">7.3g", "rate"), Column(" mode", "<8", lambda run: f" {run.mode}"), Column("rule", "<19", "rule"),
+    Column("mean s", ">8.3f", "ttft_mean_s"), Column("median", ">8.3f", "ttft_s"), Column("p95", ">8.3f", "ttft_p95_s"),
+    Column("max", ">8.3f", "ttft_max_s"), Column("served/s", ">9.2f", "served_rate"),
+    Column("cached", ">8.0f", "num_cached_tokens"),
+)  # fmt: skip
+
+
 def table_lines(result: ThroughputResult) -> list[str]:
     """The sweep for people: a line per rate and mode, then what each mode can serve."""
     config = result.config
     lines = [
-        f"{result.name} {dtype_name(find_dtype(config.dtype))}, {config.num_chunks} of {config.pool} chunks x "
-        f"{config.chunk_tokens} tokens + {config.question_tokens} question tokens, {config.prompt_tokens} in all, "
-        f"{config.output_tokens} answered; {config.num_requests} Poisson arrivals per rate",
-        f"{'req/s':>7} {'mode':<7}{'rule':<19}{'mean s':>8}{'median':>8}{'p95':>8}{'max':>8}{'served/s':>9}"
-        f"{'cached':>8}",
+        f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "
+        f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, {config.output_tokens} answered; "
+        f"{config.num_requests} Poisson arrivals per rate",
+        *table(COLUMNS, result.runs),
     ]
-    for run in result.runs:
-        lines.append(
-            f"{run.rate:>7.3g} {run.mode:<7}{run.rule:<19}{run.ttft_mean_s:>8.3f}{run.ttft_s:>8.3f}"
-            f"{run.ttft_p95_s:>8.3f}{run.ttft_max_s:>8.3f}{run.served_rate:>9.2f}{run.num_cached_tokens:>8.0f}"
-        )
     lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s: arriving, and served"]
     lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'arriving':>10}{'served':>10}{'blend serves':>14}")
     blend = next((found for found in result.capacities if found.mode == "blend"), None)
@@ -434,31 +345,10 @@ def table_lines(result: ThroughputResult) -> list[str]:
 
 
 def bench_throughput(
-    *,
-    plot: Path | None,
-    echo: Callable[[str], None],
-    shape: str | None = None,
-    model: str | None = None,
-    modes: Sequence[str] = ("full", "prefix", "blend"),
-    rules: Sequence[str] = ("cacheblend",),
-    rates: Sequence[float] | None = None,
-    **values: Any,
+    config: ThroughputConfig, *, plot: Path | None = None, echo: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`ragblend bench throughput`: card and table to `echo`, a picture to `plot`; returns the JSON object.
-
-    `values` are ThroughputConfig's. Raises UsageError for values out of range.
-    """
-    config = ThroughputConfig(
-        shape=DEFAULT_SHAPE if shape is None and model is None else shape,
-        model=model,
-        modes=tuple(cast(Mode, mode) for mode in modes),
-        rules=tuple(rules),
-        rates=tuple(rates) if rates is not None else None,
-        **values,
-    )
-    check_plot(plot)
-    result = run_throughput(config, on_terminal())
-    return present(result.as_dict(), table_lines(result), echo, plot, plot_throughput)
+    """`ragblend bench throughput`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return bench(config, run_throughput, table_lines, echo, plot, plot_throughput)
 
 
 def _rounded(rate: float) -> float:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.common.workloads import find_dtype, find_shape, save_checkpoint, synthetic_segmenter
-from ragblend.engine.store.kv import dtype_name
+from ragblend.bench.common.shapes import find_dtype, find_shape
+from ragblend.bench.common.workloads import save_checkpoint, synthetic_segmenter
 from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
@@ -30,55 +30,52 @@ _BLOCK_TOKENS = 128  # vLLM's default block on a CPU, the largest there is: a pr
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
-@dataclass(frozen=True, slots=True)
-class VllmSetup:
-    """What to start. Either a `shape` (random weights) or a `model` (a checkpoint)."""
-
-    shape: str | None
-    model: str | None
-    prompt_tokens: int  # of the longest prompt, its answer included
-    num_prompts: int  # so many fit into the paged KV at once
-    dtype: str = "float32"
-    seed: int = 0
-    store: Path | None = None  # None is a temporary one
-    memory_gib: float = 0.0  # of the memory tier in front of the store; 0 leaves it out
-    vllm_options: Mapping[str, Any] = field(default_factory=dict)
-
-
 @contextmanager
-def open_vllm(setup: VllmSetup) -> Iterator[tuple[VllmEngine, int]]:
-    """The engine for prompts of `make_prompts`, and its vocabulary's size. vLLM ends with the context."""
+def open_vllm(
+    config: TtftConfig | ThroughputConfig | LoadConfig,
+    *,
+    num_prompts: int,
+    prompt_tokens: int | None = None,
+    memory_gib: float = 0.0,
+    store: Path | None = None,
+) -> Iterator[tuple[VllmEngine, int]]:
+    """The engine for `config`'s prompts, and its vocabulary's size. vLLM ends with the context.
+
+    `num_prompts` of `prompt_tokens`, answers included, fit into the paged KV at once; a memory tier of `memory_gib`
+    stands in front of the store, none where it is 0.
+    """
     require_vllm()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the process has its threads already
     from transformers import AutoConfig
 
     from ragblend.engine.vllm.engine import VllmEngine
 
-    dtype = find_dtype(setup.dtype)
+    dtype, shape, model = find_dtype(config.dtype), config.shape, getattr(config, "model", None)
+    prompt_tokens = prompt_tokens or config.prompt_tokens
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
-        if setup.shape is not None:
-            path = Path(directory) / setup.shape
-            save_checkpoint(setup.shape, path, dtype, setup.seed)
-            checkpoint = find_checkpoint(str(path), dtype_name(dtype))._replace(name=setup.shape)
-            vocab_size = find_shape(setup.shape).vocab_size
+        if shape is not None:
+            path = Path(directory) / shape
+            save_checkpoint(shape, path, dtype, config.seed)
+            checkpoint = find_checkpoint(str(path), config.dtype)._replace(name=shape)
+            vocab_size = find_shape(shape).vocab_size
         else:
-            assert setup.model is not None
-            checkpoint = find_checkpoint(setup.model, dtype_name(dtype))
+            assert model is not None
+            checkpoint = find_checkpoint(model, config.dtype)
             vocab_size = int(AutoConfig.from_pretrained(checkpoint.path).get_text_config().vocab_size)
-        store = setup.store or Path(directory) / "kv"
+        place = store or config.store or Path(directory) / "kv"
         segmenter = synthetic_segmenter(vocab_size)
-        transfer = transfer_config(store, {"memory_gib": setup.memory_gib, "remote": None}, model=str(checkpoint.path))
+        transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(segmenter.default_prefix_ids())
-        options = {"max_model_len": min(setup.prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)}
-        if not is_cuda() and not set(_MEMORY_OPTIONS) & set(setup.vllm_options):
-            rows = setup.num_prompts * (setup.prompt_tokens + _SLACK_TOKENS + _BLOCK_TOKENS)
+        options = {"max_model_len": min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)}
+        if not is_cuda() and not set(_MEMORY_OPTIONS) & set(config.vllm_options):
+            rows = num_prompts * (prompt_tokens + _SLACK_TOKENS + _BLOCK_TOKENS)
             options["kv_cache_memory_bytes"] = rows * checkpoint.bytes_per_token
         with VllmEngine(
             checkpoint,
             segmenter,
             transfer,
-            store,
-            vllm_options={**options, **setup.vllm_options},
+            place,
+            vllm_options={**options, **config.vllm_options},
             on_miss="inline",  # nothing is computed in the background while something is timed
         ) as engine:
             yield engine, vocab_size

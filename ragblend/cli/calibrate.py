@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.support import (
+from ragblend.cli.options import (
     DeviceOption,
     DtypeOption,
     EmbedderOption,
@@ -25,16 +25,11 @@ from ragblend.cli.support import (
     RemoteOption,
     StoreOption,
     SystemOption,
-    err,
-    open_engine,
-    open_index_of,
-    print_result,
-    progress_bars,
-    settings_for_demo,
-    settings_from,
     split_names,
     split_numbers,
 )
+from ragblend.cli.printing import err, print_result, progress_bars
+from ragblend.cli.session import open_engine, open_index_of, settings_for_demo, settings_from
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 from ragblend.redaction import redacted
 

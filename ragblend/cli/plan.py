@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.support import (
+from ragblend.cli.options import (
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -19,14 +19,10 @@ from ragblend.cli.support import (
     RemoteOption,
     StoreOption,
     VllmOptions,
-    err,
     json_object,
-    open_engine,
-    print_result,
-    quiet_libraries,
-    settings_from,
-    use_threads,
 )
+from ragblend.cli.printing import err, print_result
+from ragblend.cli.session import open_engine, quiet_libraries, settings_from, use_threads
 from ragblend.config import Settings, load_settings
 from ragblend.errors import UsageError
 from ragblend.redaction import redacted

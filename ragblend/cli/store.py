@@ -7,35 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.cli.support import (
-    BackendOption,
-    DocumentArgument,
-    DtypeOption,
-    IndexOption,
-    JsonOption,
-    ModelOption,
-    NamespaceOption,
-    RemoteOption,
-    StoreOption,
-    SystemOption,
-    count_of,
-    listed,
-    open_engine,
-    open_index_of,
-    print_result,
-    progress_bars,
-    remote_facts,
-    remote_line,
-    settings_from,
-)
+from ragblend.cli.options import DocumentArgument, JsonOption, takes
+from ragblend.cli.printing import count_of, listed, print_result, progress_bars, remote_line
+from ragblend.cli.session import open_engine, open_index_of, remote_facts
+from ragblend.config import Settings
 
 EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 
-def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False) -> None:
+@takes("store remote")
+def push(settings: Settings, json_: JsonOption = False) -> None:
     """Send the remote tier what the local store has and it lacks. Exits 5 when not everything arrived, 1 where it is
     full."""
-    settings = settings_from(locals())
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.upkeep.maintenance import push_store
@@ -54,18 +37,9 @@ def push(store: StoreOption = None, remote: RemoteOption = None, json_: JsonOpti
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
 
-def pin(
-    document: DocumentArgument,
-    model: ModelOption = None,
-    index: IndexOption = None,
-    store: StoreOption = None,
-    system: SystemOption = None,
-    namespace: NamespaceOption = None,
-    dtype: DtypeOption = None,
-    json_: JsonOption = False,
-) -> None:
+@takes("model index store system namespace dtype")
+def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it, until `unpin`. Ingested again, their new chunks are kept."""
-    settings = settings_from(locals())
     from ragblend.precompute import find_documents, pin_document
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
@@ -77,13 +51,9 @@ def pin(
     print_result(facts, text, json_)
 
 
-def unpin(
-    document: DocumentArgument,
-    store: StoreOption = None,
-    json_: JsonOption = False,
-) -> None:
+@takes("store")
+def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Let documents' KV be evicted again."""
-    settings = settings_from(locals())
     from ragblend.corpus.folders import file_of, named
     from ragblend.engine.store.disk import DiskStore
 
@@ -95,11 +65,9 @@ def unpin(
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
-def stats(
-    index: IndexOption = None, store: StoreOption = None, remote: RemoteOption = None, json_: JsonOption = False
-) -> None:
+@takes("index store remote")
+def stats(settings: Settings, json_: JsonOption = False) -> None:
     """What the index and the store hold and cost."""
-    settings = settings_from(locals())
     from ragblend.corpus.folders import shown
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.tiered import format_bytes
@@ -147,20 +115,13 @@ def stats(
     print_result(facts, "\n".join(lines), json_)
 
 
+@takes("model backend index store remote system namespace dtype")
 def verify(
-    model: ModelOption = None,
-    backend: BackendOption = None,
-    index: IndexOption = None,
-    store: StoreOption = None,
-    remote: RemoteOption = None,
+    settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Drop damaged entries and prefill them again.")] = False,
-    system: SystemOption = None,
-    namespace: NamespaceOption = None,
-    dtype: DtypeOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
-    settings = settings_from(locals())
     from ragblend.upkeep.maintenance import verify_store
 
     report = verify_store(settings.store, settings.index)
@@ -196,9 +157,9 @@ def verify(
         raise typer.Exit(EXIT_CORRUPT)
 
 
+@takes("index store")
 def gc(
-    index: IndexOption = None,
-    store: StoreOption = None,
+    settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Keep at most this much, e.g. 20GiB.")] = None,
     orphans: Annotated[
         bool, typer.Option("--orphans", help="Also drop KV, texts and pins of what is no longer indexed.")
@@ -207,7 +168,6 @@ def gc(
     json_: JsonOption = False,
 ) -> None:
     """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""
-    settings = settings_from(locals())
     from ragblend.engine.store.tiered import format_bytes, parse_bytes
     from ragblend.upkeep.maintenance import collect_garbage
 

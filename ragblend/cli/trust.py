@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.support import JsonOption, StoreOption, print_result, progress_bars, settings_from
+from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.printing import print_result, progress_bars
+from ragblend.config import Settings
 
 EXIT_CORRUPT = 4
 
@@ -32,8 +34,9 @@ def init_key(
     print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
 
 
+@takes("store")
 def sign(
-    store: StoreOption = None,
+    settings: Settings,
     signed_with: Annotated[
         Path | None,
         typer.Option("--signed-with", help="The file of an older key: only what it signed is signed anew."),
@@ -41,7 +44,6 @@ def sign(
     json_: JsonOption = False,
 ) -> None:
     """Sign what a store holds already. You say by that that you trust whoever could write there until now."""
-    settings = settings_from(locals())
     from ragblend.engine.store.signing import find_key, read_key
     from ragblend.errors import NotFoundError
     from ragblend.upkeep.trust import sign_store

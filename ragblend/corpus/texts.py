@@ -373,11 +373,15 @@ def drop_registry(root: Path) -> None:
         remove_file(root / f"{REGISTRY_FILE}{suffix}")
 
 
+def folders_of(store: Any) -> list[Path]:
+    """Folders of this machine that a KVStore, whatever it is, keeps its files in."""
+    roots = (getattr(tier, "root", None) for tier in getattr(store, "tiers", (store,)))
+    return [root for root in roots if isinstance(root, Path)]
+
+
 def registry_of(store: Any) -> ChunkRegistry:
     """The registry of a KVStore: the file beside its local disk tier, else one in memory that lives with the store."""
-    tiers = getattr(store, "tiers", (store,))
-    root = next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
-    if root is not None:
+    for root in folders_of(store):
         return ChunkRegistry(root / REGISTRY_FILE)
     with _IN_MEMORY_LOCK:
         return _IN_MEMORY.setdefault(store, ChunkRegistry())

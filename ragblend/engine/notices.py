@@ -24,7 +24,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.tiered import TieredStore, is_far
+from ragblend.engine.store.tiered import is_far, tiers_of
 from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -188,19 +188,14 @@ class Notices:
     # -- what is where
 
     @property
-    def _tiers(self) -> tuple[KVStore, ...]:
-        store = self._engine.store
-        return store.tiers if isinstance(store, TieredStore) else (store,)
-
-    @property
     def _is_cut_off(self) -> bool:
         """Whether a remote tier did not answer: it has said so itself, and what it holds is not known."""
-        return any(tier.counters.num_failures for tier in self._tiers)
+        return any(tier.counters.num_failures for tier in tiers_of(self._engine.store))
 
     @property
     def _local_tiers(self) -> list[DiskStore | MemoryStore]:
         """Those whose entries can be looked at: a remote tier's or a server's cannot."""
-        return [tier for tier in self._tiers if isinstance(tier, DiskStore | MemoryStore)]
+        return [tier for tier in tiers_of(self._engine.store) if isinstance(tier, DiskStore | MemoryStore)]
 
     def _other_prefixes(self, own: Sequence[KVHeader], prefix_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         engine = self._engine
@@ -212,7 +207,7 @@ class Notices:
 
     def _holds(self, key: str) -> bool:
         """Whether a tier has `key`; a remote tier is not asked, which may take its time."""
-        near = [tier for tier in self._tiers if not is_far(tier)]
+        near = [tier for tier in tiers_of(self._engine.store) if not is_far(tier)]
         return any(tier.contains(key) for tier in near)
 
     # -- words
@@ -220,7 +215,7 @@ class Notices:
     def _place(self) -> str:
         """Where entries outlive the process, without passwords."""
         found = []
-        for tier in self._tiers:
+        for tier in tiers_of(self._engine.store):
             places = (getattr(tier, "url", None), getattr(getattr(tier, "values", None), "url", None))
             found += [place for place in (*places, getattr(tier, "root", None)) if isinstance(place, str | Path)][:1]
         return f"the store {' and '.join(map(str, found))}" if found else "memory"

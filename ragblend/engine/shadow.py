@@ -20,7 +20,7 @@ from ragblend.engine.api import Stream
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.generation import DecodingEngine, GenerationStream, Prefilled, Request
 from ragblend.engine.report import BlendReport, Generation
-from ragblend.errors import UsageError
+from ragblend.options import SHADOW
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ class Shadow:
     """
 
     def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
-        if not 0 <= share <= 1:
-            raise UsageError(f"shadow is {share}; choose 0 (off) to 1 (full prefill beside every request)")
-        self.share = share
+        self.share = SHADOW.of("shadow", share)
         self._counters = ShadowCounters(share)
         self._random = random.Random(seed)
         self._lock = threading.Lock()

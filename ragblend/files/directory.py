@@ -69,6 +69,10 @@ class Directory:
                 raise self.write_error(error, path, nbytes) from error
             raise
 
+    def write(self, path: Path, data: bytes) -> None:
+        """`replace` with what is at hand already."""
+        self.replace(path, len(data), lambda stream: stream.write(data))
+
     def leftovers(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Temp files that a dead process of this host, or anyone an hour ago, left behind."""
         for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):

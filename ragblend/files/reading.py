@@ -22,10 +22,10 @@ _KINDS = (
 )
 
 
-def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_file(path: str | os.PathLike[str]) -> int:
     """A descriptor of the regular file at `path`. Raises OSError, also for what is there and is no regular file."""
     # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return fd

@@ -7,16 +7,15 @@ stores; nothing of files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ragblend.corpus.rows import Doomed, Leftovers, text_hash
 from ragblend.corpus.texts import ChunkRegistry, registry_of
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import DiskStore, StoreEntry
-from ragblend.engine.store.tiered import Pins, TieredStore
+from ragblend.engine.store.disk import StoreEntry
+from ragblend.engine.store.tiered import Pins, TieredStore, disk_tier
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.prompt.prompt import Chunk
@@ -35,7 +34,7 @@ def sweep(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
     machine tells what was removed.
     """
-    disk = disk_store(engine)
+    disk = disk_tier(engine.store)
     if disk is not None:
         disk.clean()
     left = index.leftovers()
@@ -122,7 +121,7 @@ def doomed_keys(
     chunks = [Chunk(text) for text in dict.fromkeys(texts)]
     neighbours = [Chunk(text, behind=behind) for behind, text in pairs]
     keys: dict[str, Lost] = {}
-    disk, ids_of = disk_store(engine), engine.segmenter.chunk_ids
+    disk, ids_of = disk_tier(engine.store), engine.segmenter.chunk_ids
     if disk is not None and (chunks or neighbours) and everywhere:
         namespace, prefix = getattr(engine, "namespace", ""), tuple(getattr(engine, "default_prefix_ids", ()))
         gone = {ids_of(chunk): Lost(chunk.text) for chunk in chunks}
@@ -218,15 +217,3 @@ def registry_for(model: Any) -> ChunkRegistry:
     """The registry of a framework's model, or of an engine."""
     engine: Engine = getattr(model, "engine", model)
     return getattr(model, "registry", None) or registry_of(engine.store)
-
-
-def disk_store(engine: Engine) -> DiskStore | None:
-    """The local disk tier of the engine's store, if it has one."""
-    tiers = engine.store.tiers if isinstance(engine.store, TieredStore) else (engine.store,)
-    return next((tier for tier in tiers if isinstance(tier, DiskStore)), None)
-
-
-def store_folders(engine: Engine) -> list[Path]:
-    """Folders of this machine that the engine's store keeps its files in."""
-    tiers: Sequence[Any] = getattr(engine.store, "tiers", (engine.store,))
-    return [tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)]

@@ -1,7 +1,7 @@
 """How a model wants its prompt written: its chat template, a declared format, or plain text.
 
-A format turns a SegmentedPrompt into pieces: template text, which may hold control tokens, and text from outside, which
-may not. Knows a Hugging Face tokenizer by its methods. Knows no token ids.
+A format turns a SegmentedPrompt into parts: `Template` text, which may hold control tokens, and text from outside,
+which may not. Knows a Hugging Face tokenizer by its methods. Knows no token ids.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
@@ -26,77 +27,66 @@ PINNED_DATE = datetime(2024, 7, 26)
 """What stored KV takes for today where a chat template writes the date: KV must not be lost at midnight."""
 
 
-class Piece(NamedTuple):
-    """A stretch of text before tokenizing. `trusted` text is the model's own template and may hold control tokens."""
+class Template(str):
+    """Text of the model's own template, which may hold control tokens. Every other string is text from outside."""
 
-    text: str
-    trusted: bool
+    __slots__ = ()
 
 
-class PromptFormat(Protocol):
+class PromptFormat:
     """How a model wants its prompt written: what stands around messages and around each chunk."""
 
     @property
     def frames_chunks(self) -> bool:
         """Whether a chunk gets a template of the model's own around it."""
-        ...
+        return False
 
-    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order."""
-        ...
+        raise NotImplementedError
 
-    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
-        """The text of one chunk with what its template puts around it."""
-        ...
+    def chunk_pieces(self, chunk: Chunk) -> Iterator[str]:
+        """The text of one chunk with what its template puts around it; all of it belongs to the chunk's ids."""
+        yield chunk.text
 
     def undated(self) -> PromptFormat:
         """The same format with every date that it writes replaced by `PINNED_DATE`."""
-        ...
+        return self
 
 
-class PlainFormat:
+class PlainFormat(PromptFormat):
     """For models without a chat template: the system text, the chunks, then `Question: ... Answer:`."""
-
-    frames_chunks = False
 
     def __init__(self, bos: str = "") -> None:
         self._bos = bos
 
-    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order."""
-        yield Piece(self._bos, trusted=True)
+        yield Template(self._bos)
         for message in prompt.messages:
             before, after = self._frame(message.role) if prompt.chat else ("", "")
             framed = _last_text(message.parts)
             for index in range(len(message.parts)):
-                yield Piece(before if index == framed.start else "", trusted=True)
+                yield Template(before if index == framed.start else "")
                 yield from _content(message.parts, index)
-                yield Piece(after if index == framed.stop - 1 else "", trusted=True)
+                yield Template(after if index == framed.stop - 1 else "")
         if prompt.chat:
-            yield Piece("Answer:", trusted=True)
-
-    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
-        """The chunk's text, nothing else."""
-        yield Piece(chunk.text, trusted=False)
-
-    def undated(self) -> PromptFormat:
-        """This format: it writes no date."""
-        return self
+            yield Template("Answer:")
 
     @staticmethod
     def _frame(role: str) -> tuple[str, str]:
         return {"system": ("", "\n\n"), "user": ("Question: ", "\n"), "assistant": ("Answer: ", "\n\n")}[role]
 
 
-def _content(parts: Sequence[Part], index: int) -> Iterator[Piece | Chunk]:
+def _content(parts: Sequence[Part], index: int) -> Iterator[Part]:
     """One part of a turn, and behind a chunk that was handed over what sets it apart from the next part."""
     part, following = parts[index], parts[index + 1 : index + 2]
     if isinstance(part, str):
-        yield Piece(part, trusted=False)
+        yield part
         return
     yield part
     if not part.in_text and following and not (isinstance(following[0], str) and following[0].startswith("\n")):
-        yield Piece(CHUNK_JOINT, trusted=False)
+        yield CHUNK_JOINT
 
 
 def _last_text(parts: Sequence[Part]) -> range:
@@ -104,16 +94,18 @@ def _last_text(parts: Sequence[Part]) -> range:
 
     Chunks that were found in a text are part of it: recognising them must not move what is written around it.
     """
-    is_text = [isinstance(part, str) or part.in_text for part in parts]
-    is_blank = [isinstance(part, str) and not part.strip() for part in parts]
-    last = next((index for index in reversed(range(len(parts))) if is_text[index] and not is_blank[index]), None)
-    if last is None:
-        return range(0)
-    first = last
-    while first > 0 and is_text[first - 1]:
-        first -= 1
-    stop = next((index for index in range(last, len(parts)) if not is_text[index]), len(parts))
-    return range(first, stop)
+    runs = groupby(range(len(parts)), lambda index: _is_text(parts[index]))
+    texts = [list(run) for is_text, run in runs if is_text]
+    said = [run for run in texts if any(_text(parts[index]).strip() for index in run)]
+    return range(said[-1][0], said[-1][-1] + 1) if said else range(0)
+
+
+def _is_text(part: Part) -> bool:
+    return isinstance(part, str) or part.in_text
+
+
+def _text(part: Part) -> str:
+    return part if isinstance(part, str) else part.text
 
 
 class ChatTemplateFormat(PlainFormat):
@@ -123,7 +115,7 @@ class ChatTemplateFormat(PlainFormat):
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        super().__init__(bos=tokenizer.bos_token or "" if _adds_bos(tokenizer) else "")
+        super().__init__(_bos(tokenizer))
         self._tokenizer = tokenizer
         self._template = template
 
@@ -132,7 +124,7 @@ class ChatTemplateFormat(PlainFormat):
         template = str(self._tokenizer.get_chat_template())
         return ChatTemplateFormat(self._tokenizer, _PINNED_CLOCK + template) if "strftime_now" in template else self
 
-    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order."""
         if not prompt.chat:
             yield from super().pieces(prompt)
@@ -148,10 +140,10 @@ class ChatTemplateFormat(PlainFormat):
             messages = (first, *messages[2:])
             literals = self._literals([message.role for message in messages])
         for literal, message in zip(literals, messages, strict=False):
-            yield Piece(literal, trusted=True)
+            yield Template(literal)
             for index in range(len(message.parts)):
                 yield from _content(message.parts, index)
-        yield Piece(literals[-1], trusted=True)
+        yield Template(literals[-1])
 
     def _literals(self, roles: Sequence[str]) -> list[str]:
         """What the template writes before, between and after the contents: len(roles) + 1 strings."""
@@ -181,11 +173,7 @@ _SLOT = re.compile(r"(RAGBLENDSLOT\d+END)")
 # In front of a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the
 # clock is written in the template's own language, a replacement for each of strftime's directives.
 _READINGS = {f"%{letter}": PINNED_DATE.strftime(f"%{letter}") for letter in "dmyYBbAajHIMSpxXcZzUWwGVuf"}
-
-
 _READINGS = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in _READINGS.items()} | _READINGS
-
-
 _PINNED_CLOCK = (
     "{% macro strftime_now(format) %}{% set read = namespace(text=format) %}"
     + "".join(f"{{% set read.text = read.text | replace({name!r}, {text!r}) %}}" for name, text in _READINGS.items())
@@ -194,7 +182,7 @@ _PINNED_CLOCK = (
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredFormat:
+class DeclaredFormat(PromptFormat):
     """A prompt format that a model declares in `ragblend.json` beside its config (the demo model does).
 
     `text_lead` precedes all text from outside; `collapse_whitespace` turns every run of whitespace in a chunk
@@ -228,13 +216,9 @@ class DeclaredFormat:
         """Whether a chunk gets a template of the model's own around it."""
         return bool(self.chunk_prefix or self.chunk_end)
 
-    def undated(self) -> PromptFormat:
-        """This format: it writes no date."""
-        return self
-
-    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Piece | Chunk]:
+    def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
         """Template text and content, in reading order. Chunks are set apart by their template alone."""
-        yield Piece(self.prefix, trusted=True)
+        yield Template(self.prefix)
         for message in prompt.messages:
             before, after = self._frame(message.role) if prompt.chat else ("", "")
             lead = self._lead if prompt.chat else str
@@ -246,9 +230,9 @@ class DeclaredFormat:
                 if isinstance(part, Chunk):
                     yield part
                 elif index in is_text:
-                    yield Piece(before if index == framed else "", trusted=True)
-                    yield Piece(lead(part), trusted=False)
-                    yield Piece(after if index == framed else "", trusted=True)
+                    yield Template(before if index == framed else "")
+                    yield lead(part)
+                    yield Template(after if index == framed else "")
 
     def _frame(self, role: str) -> tuple[str, str]:
         if role == "system":
@@ -256,11 +240,11 @@ class DeclaredFormat:
             return before, after
         return (self.question_prefix, self.answer_prefix) if role == "user" else ("", self.assistant_end)
 
-    def chunk_pieces(self, chunk: Chunk) -> Iterator[Piece]:
+    def chunk_pieces(self, chunk: Chunk) -> Iterator[str]:
         """The chunk's opening token, its text and its end; all belong to the chunk's ids."""
-        yield Piece(self.chunk_prefix, trusted=True)
-        yield Piece(self._lead(chunk.text), trusted=False)
-        yield Piece(self.chunk_end, trusted=True)
+        yield Template(self.chunk_prefix)
+        yield self._lead(chunk.text)
+        yield Template(self.chunk_end)
 
     def _lead(self, text: str) -> str:
         if self.collapse_whitespace:
@@ -275,12 +259,13 @@ def prompt_format(tokenizer: Any, model_path: str | Path | None = None) -> Promp
         return DeclaredFormat.read(declared)
     if getattr(tokenizer, "chat_template", None):
         return ChatTemplateFormat(tokenizer)
-    return PlainFormat(bos=tokenizer.bos_token if _adds_bos(tokenizer) and tokenizer.bos_token else "")
+    return PlainFormat(_bos(tokenizer))
 
 
-def _adds_bos(tokenizer: Any) -> bool:
+def _bos(tokenizer: Any) -> str:
+    """What the tokenizer itself puts before a text."""
     ids = tokenizer("a").input_ids
-    return bool(ids) and ids[0] == tokenizer.bos_token_id
+    return tokenizer.bos_token or "" if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
 def is_markup(text: str) -> bool:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ragblend.errors import RagblendError
-from ragblend.prompt.formats import DeclaredFormat, Piece, PromptFormat, is_markup
+from ragblend.prompt.formats import DeclaredFormat, PromptFormat, Template, is_markup
 from ragblend.prompt.prompt import (
     CHUNK_JOINT,
     Chunk,
@@ -38,10 +38,7 @@ from ragblend.prompt.prompt import (
 REMEMBERED_CHARACTERS = 4 << 20
 """Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
 
-
 _CHARACTER_TOKENS = 4  # most tokens that make one character together: the bytes of one in UTF-8
-
-
 _ENTRY_CHARACTERS = 64  # what an entry costs beside its text, so that many short texts stay within the bound too
 
 
@@ -53,7 +50,9 @@ class Segmenter:
         self.backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)  # None: one written in Python
         self._lock = threading.Lock()
         # Retrieval returns the same chunks again and again, and each has one id sequence in every prompt.
-        self._remembered: OrderedDict[tuple[Piece, bool], tuple[int, ...]] = OrderedDict()  # least recently used first
+        self._remembered: OrderedDict[tuple[str, bool, bool], tuple[int, ...]] = (
+            OrderedDict()
+        )  # least recently used first
         self._num_remembered = 0  # characters
         self.format = format
         self.text_lead = getattr(format, "text_lead", "")
@@ -83,7 +82,7 @@ class Segmenter:
         it. So a boundary that was found in it and moved a token boundary shows in the comparison."""
         return prompt if prompt.sent is None else self.tokenize(prompt.sent)
 
-    def _segments(self, pieces: Iterable[Piece | Chunk]) -> tuple[Segment, ...]:
+    def _segments(self, pieces: Iterable[Part]) -> tuple[Segment, ...]:
         runs: list[tuple[Chunk | None, list[int]]] = []
         begun = False  # whether text stands before the piece: some tokenizers put a space before the first of a prompt
         for piece in _merged(pieces):
@@ -123,13 +122,13 @@ class Segmenter:
     @property
     def joint_ids(self) -> tuple[int, ...]:
         """The ids of what stands between two chunks; () where each has a template of its own."""
-        return () if self.format.frames_chunks else self._ids(Piece(CHUNK_JOINT, trusted=False))
+        return () if self.format.frames_chunks else self._ids(CHUNK_JOINT)
 
     def chunk_frame(self, chunk: Part) -> tuple[int, int]:
         """How many of the chunk's ids its template puts before its text, and how many behind it."""
         pieces = list(self.format.chunk_pieces(as_chunk(chunk)))
-        lead = list(itertools.takewhile(lambda piece: piece.trusted, pieces))
-        tail = list(itertools.takewhile(lambda piece: piece.trusted, reversed(pieces[len(lead) :])))
+        lead = list(itertools.takewhile(_is_template, pieces))
+        tail = list(itertools.takewhile(_is_template, reversed(pieces[len(lead) :])))
         return sum(len(self._ids(piece)) for piece in lead), sum(len(self._ids(piece)) for piece in tail)
 
     def default_prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
@@ -146,47 +145,42 @@ class Segmenter:
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of text from outside: no special tokens added, none read from the text."""
-        return list(self._ids(Piece(text, trusted=False)))
+        return list(self._ids(text))
 
-    def _is_control(self, piece: Piece) -> bool:
-        """Whether a piece of the template is control tokens alone: the text behind it is the prompt's first."""
-        return not piece.text or (piece.trusted and not self._control.sub("", piece.text))
+    def _is_control(self, piece: str) -> bool:
+        """Whether a piece is control tokens of the template alone: the text behind it is the prompt's first."""
+        return not piece or (_is_template(piece) and not self._control.sub("", piece))
 
-    def _ids(self, piece: Piece, inside: bool = True) -> tuple[int, ...]:
+    def _ids(self, piece: str, inside: bool = True) -> tuple[int, ...]:
         """The piece's ids, from memory if it was asked for lately. `inside`: text of the prompt stands before it."""
-        if not piece.text:
+        if not piece:
             return ()
-        asked = (piece, inside and self._inside is not None)
+        asked = (piece, _is_template(piece), inside and self._inside is not None)
         with self._lock:
             known = self._remembered.get(asked)
             if known is not None:
                 self._remembered.move_to_end(asked)
                 return known
         ids = tuple(self._fresh_ids(*asked))
-        self._remember(asked, ids)
+        if len(piece) > REMEMBERED_CHARACTERS // 64:
+            return ids  # a whole document that is being cut: it would push out the chunks, and is counted once
+        with self._lock:
+            if asked not in self._remembered:  # another thread may have been faster
+                self._remembered[asked] = ids
+                self._num_remembered += len(piece) + _ENTRY_CHARACTERS
+            while self._num_remembered > REMEMBERED_CHARACTERS:
+                (oldest, *_), _ = self._remembered.popitem(last=False)
+                self._num_remembered -= len(oldest) + _ENTRY_CHARACTERS
         return ids
 
-    def _remember(self, asked: tuple[Piece, bool], ids: tuple[int, ...]) -> None:
-        size = len(asked[0].text)
-        if size > REMEMBERED_CHARACTERS // 64:
-            return  # a whole document that is being cut: it would push out the chunks, and is counted once
-        with self._lock:
-            if asked in self._remembered:  # another thread was faster
-                return
-            self._remembered[asked] = ids
-            self._num_remembered += size + _ENTRY_CHARACTERS
-            while self._num_remembered > REMEMBERED_CHARACTERS:
-                (oldest, _), _ = self._remembered.popitem(last=False)
-                self._num_remembered -= len(oldest.text) + _ENTRY_CHARACTERS
-
-    def _fresh_ids(self, piece: Piece, inside: bool) -> list[int]:
-        if piece.trusted:
-            return self._template_ids(piece.text, inside)
-        ids = self._untrusted_ids(piece.text, inside)
+    def _fresh_ids(self, text: str, is_template: bool, inside: bool) -> list[int]:
+        if is_template:
+            return self._template_ids(text, inside)
+        ids = self._untrusted_ids(text, inside)
         forged = self._control_ids.intersection(ids)
         if forged:
             raise RagblendError(
-                f"the text {piece.text[:60]!r} tokenizes to the control tokens {sorted(forged)}; "
+                f"the text {text[:60]!r} tokenizes to the control tokens {sorted(forged)}; "
                 "remove them from the document or the question"
             )
         return ids
@@ -254,14 +248,18 @@ class Segmenter:
         return frozenset(end if isinstance(end, list) else [end] if end is not None else [])
 
 
-def _merged(pieces: Iterable[Piece | Chunk]) -> Iterator[Piece | Chunk]:
+def _is_template(piece: Part) -> bool:
+    return isinstance(piece, Template)
+
+
+def _merged(pieces: Iterable[Part]) -> Iterator[Part]:
     """`pieces` with neighbouring texts from outside as one: a tokenizer reads them as they were sent, in one go."""
-    written = (piece for piece in pieces if isinstance(piece, Chunk) or piece.text)
-    for is_outside, run in itertools.groupby(written, lambda piece: isinstance(piece, Piece) and not piece.trusted):
-        if is_outside:
-            yield Piece("".join(piece.text for piece in run), trusted=False)
-        else:
+    present = (piece for piece in pieces if piece)
+    for is_kept, run in itertools.groupby(present, lambda each: isinstance(each, Chunk | Template)):
+        if is_kept:
             yield from run
+        else:
+            yield "".join(map(str, run))
 
 
 def _without_lead(tokenizer: Any) -> Tokenizer | None:

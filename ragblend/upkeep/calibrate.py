@@ -28,11 +28,12 @@ from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, FALLBACK, check_ratio, find_rule
 from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.intervals import wilson_interval
-from ragblend.precompute import Progress, disk_store
+from ragblend.precompute import Progress
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 RULES = ("auto", FALLBACK)  # those worth measuring; more with --rules
@@ -116,7 +117,7 @@ def calibrate(
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
     fitter = checked_engine(engine)
-    disk = disk_store(engine) if save else None
+    disk = disk_tier(engine.store) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target, seed)

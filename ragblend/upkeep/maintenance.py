@@ -15,6 +15,7 @@ from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import CALIBRATIONS_DIR, MACHINES_DIR, MODELS_DIR, PINS_DIR, DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import problem_of
 from ragblend.errors import (
     BackendUnreachableError,
@@ -26,7 +27,7 @@ from ragblend.errors import (
 )
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.forget import keys_without
-from ragblend.precompute import Progress, disk_store, pin_document, precompute_chunks, with_neighbours
+from ragblend.precompute import Progress, pin_document, precompute_chunks, with_neighbours
 from ragblend.prompt.prompt import Chunk
 from ragblend.prompt.segmenter import Segmenter
 
@@ -120,7 +121,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
     Killed at any moment, what was not mended is found again by the next `verify`.
     """
-    disk = disk_store(engine)
+    disk = disk_tier(engine.store)
     if report.index_problems:
         index.rebuild()
     if disk is not None and report.damaged_files:

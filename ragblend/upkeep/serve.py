@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from ragblend.config import Settings
 from ragblend.engine.load import register_model
-from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
@@ -34,23 +34,18 @@ API_KEY = "VLLM_API_KEY"
 class ServeOptions:
     """What `ragblend serve` itself takes; everything else goes to vLLM as it is."""
 
-    model: str = "demo"
-    store: str = "ragblend-data/kv"
+    settings: Settings = field(default_factory=Settings)
     host: str = LOOPBACK
     port: int = 8000
     api_key: str | None = None
-    dtype: str = "auto"
-    ratio: RatioChoice = None
-    rule: str | None = None
     separator: str | None = None
     separator_end: str | None = None
-    system: str | None = None
-    tiers: Mapping[str, Any] = field(default_factory=dict)  # options of `open_store`, the remote tier among them
-    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.model.startswith("-"):
-            raise UsageError(f"the model is {self.model!r}; put it first: ragblend serve MODEL --store DIR ...")
+        if self.settings.model.startswith("-"):
+            raise UsageError(
+                f"the model is {self.settings.model!r}; put it first: ragblend serve MODEL --store DIR ..."
+            )
         if not 0 < self.port < 65536:
             raise UsageError(f"port is {self.port}; choose 1 to 65535")
         if self.separator_end is not None and self.separator is None:
@@ -80,39 +75,39 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
     """
     if check:
         require_vllm()
-    tiers = dict(options.tiers)
-    remote = tiers.get("remote")
-    if remote is not None:
-        open_remote(remote)  # a URL that is none is refused here, not in a process of vLLM's
+    settings = options.settings
+    tiers = dict(settings.tiers)
+    if settings.remote is not None:
+        open_remote(settings.remote)  # a URL that is none is refused here, not in a process of vLLM's
         del tiers["remote"]  # it travels in the environment
-    checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
+    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
     transfer = transfer_config(
-        options.store,
+        settings.store,
         tiers,
-        model=options.model,
-        rule=options.rule,
-        ratio=options.ratio,
+        model=settings.model,
+        rule=settings.rule,
+        ratio=settings.ratio,
         separator=options.separator,
         separator_end=options.separator_end,
-        system=options.system,
-        trust_remote_code=options.trust_remote_code,
+        system=settings.system,
+        trust_remote_code=settings.trust_remote_code,
     )
     own = ["--host", options.host, "--port", str(options.port)]
-    own += ["--trust-remote-code"] if options.trust_remote_code else []
+    own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
     added = environment()
     # Not as flags: everybody on the machine can read those.
     if options.api_key:
         added[API_KEY] = options.api_key
-    if remote is not None:
-        added["RAGBLEND_REMOTE"] = remote  # where the connector looks for what it is not told
+    if settings.remote is not None:
+        added["RAGBLEND_REMOTE"] = settings.remote  # where the connector looks for what it is not told
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
 
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Become the server. Returns only by raising."""
-    launch = prepare(options, flags)
-    checkpoint = find_checkpoint(options.model, options.dtype, options.trust_remote_code)
-    register_model(Path(options.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
+    launch, settings = prepare(options, flags), options.settings
+    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
+    register_model(Path(settings.store), checkpoint.fingerprint, checkpoint.facts(), new_model=True)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ragblend.bench import ingest as module
+from ragblend.bench.common.configs import IngestConfig
 from ragblend.bench.common.workloads import draw_prompts, engine_for
-from ragblend.bench.ingest import IngestConfig, bench_ingest, prefill_only, run_ingest, table_lines
+from ragblend.bench.ingest import bench_ingest, prefill_only, run_ingest, table_lines
 from ragblend.cli import app as cli
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import RagblendError, UsageError
@@ -37,7 +38,7 @@ def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothi
 
 def test_the_json_object_has_the_keys_that_were_agreed() -> None:
     lines: list[str] = []
-    found = bench_ingest(echo=lines.append, **{**SMALL, "num_known": 0, "repeats": 1})
+    found = bench_ingest(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
     speeds = [run["tokens_per_s"] for run in found["runs"]]
     assert found["ingest_over_prefill"] == pytest.approx(speeds[1] / speeds[0])
     assert json.loads(json.dumps(found)) == found

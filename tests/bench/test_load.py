@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ragblend.bench import load
+from ragblend.bench.common.configs import LoadConfig
 from ragblend.bench.load import (
     Case,
-    LoadConfig,
     Sample,
     ThrottledStore,
     WholeStore,
@@ -172,7 +172,7 @@ def test_a_timeline_starts_with_its_first_event() -> None:
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines: list[str] = []
-    facts = bench_load(plot=tmp_path / "load.png", echo=lines.append, **{**SMALL, "repeats": 1})
+    facts = bench_load(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     assert facts["command"] == "bench load"
     assert any("T_recompute" in line for line in lines)

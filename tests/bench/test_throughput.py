@@ -15,12 +15,12 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
+from ragblend.bench.common.configs import ThroughputConfig
 from ragblend.bench.common.plots import plot_throughput
 from ragblend.bench.common.workloads import draw_prompts, make_prompts
 from ragblend.bench.throughput import (
     Answered,
     Point,
-    ThroughputConfig,
     ThroughputResult,
     arrival_times,
     bench_throughput,
@@ -220,7 +220,7 @@ def result() -> ThroughputResult:
     runs = sweep([*slowness], rates, 2.0, 0.15, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
     found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
-    return ThroughputResult(ThroughputConfig(), "llama-50m", 2.0, hardware, runs, found)
+    return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
 
 
 def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
@@ -240,7 +240,7 @@ def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     assert full.blend_gain == 2.0
     assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
     bare = result()
-    shown = table_lines(ThroughputResult(bare.config, "m", 2.0, bare.hardware, runs, (full, prefix, blend)))
+    shown = table_lines(ThroughputResult(bare.config, "m", bare.hardware, 2.0, runs, (full, prefix, blend)))
     assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
 
 
@@ -282,8 +282,7 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"shape": None},
-        {"model": "demo"},  # together with a shape
+        {"model": "demo", "shape": "llama-50m"},  # together with a shape
         {"shape": "llama-400b"},
         {"num_requests": 0},
         {"output_tokens": 0},
@@ -311,7 +310,7 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.setattr("ragblend.bench.throughput.run_throughput", lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        bench_throughput(plot=tmp_path / "throughput.png", echo=lambda line: None)
+        bench_throughput(ThroughputConfig(), plot=tmp_path / "throughput.png", echo=lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ragblend.bench.common.configs import Case, TtftConfig
 from ragblend.bench.common.plots import plot_ttft
-from ragblend.bench.common.workloads import SHAPES
-from ragblend.bench.ttft import Case, Sample, TtftConfig, bench_ttft, run_ttft, summarise, table_lines
-from ragblend.engine.report import MODES, BlendReport
+from ragblend.bench.common.shapes import SHAPES
+from ragblend.bench.ttft import Sample, bench_ttft, run_ttft, summarise, table_lines
+from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
@@ -29,14 +31,9 @@ RUN_KEYS = {
 }  # fmt: skip
 
 
-def facts(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    arguments = {
-        "shape": "tiny", "model": None, "chunks": NUM_CHUNKS, "chunk_tokens": CHUNK_TOKENS, "question_tokens": 5,
-        "ratio": 0.15, "modes": list(MODES), "rules": ["cacheblend", "first_k"], "dtype": "float32", "threads": 1,
-        "repeats": 1, "questions": 1, "tier": "memory", "store": None, "plot": None, "seed": 0, "device": "cpu",
-        "echo": lambda line: None,
-    }  # fmt: skip
-    return bench_ttft(**{**arguments, **changes})
+def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: None, **changes: Any) -> dict[str, Any]:
+    small = {**SMALL, "rules": ("cacheblend", "first_k"), "threads": 1, "repeats": 1, "num_prompts": 1}
+    return bench_ttft(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -103,7 +100,7 @@ def test_blend_runs_once_per_rule_and_the_other_modes_once() -> None:
 
 def test_the_json_object_has_the_documented_keys_and_no_path(tmp_path: Path) -> None:
     lines: list[str] = []
-    found = facts(tmp_path, tier="disk", store=tmp_path / "kv", echo=lines.append)
+    found = facts(tier="disk", store=tmp_path / "kv", echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert (found["schema_version"], found["command"]) == (1, "bench ttft")
     assert {"cpu", "cores", "memory_gib", "gpu", "os", "python", "torch", "transformers", "ragblend", "threads"} <= set(
@@ -117,9 +114,9 @@ def test_the_json_object_has_the_documented_keys_and_no_path(tmp_path: Path) -> 
 
 
 def test_a_store_on_disk_is_used_again(tmp_path: Path) -> None:
-    facts(tmp_path, tier="disk", store=tmp_path / "kv", modes=["reuse"])
+    facts(tier="disk", store=tmp_path / "kv", modes=("reuse",))
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "kv").rglob("*.safetensors"))
-    facts(tmp_path, tier="disk", store=tmp_path / "kv", modes=["reuse"])
+    facts(tier="disk", store=tmp_path / "kv", modes=("reuse",))
     assert len(before) == NUM_CHUNKS
     assert before == sorted(path.stat().st_mtime_ns for path in (tmp_path / "kv").rglob("*.safetensors"))
 
@@ -133,7 +130,7 @@ def test_the_table_has_a_line_per_run() -> None:
 
 def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = facts(tmp_path, plot=tmp_path / "new" / "ttft.png")
+    found = facts(plot=tmp_path / "new" / "ttft.png")
     assert (tmp_path / "new" / "ttft.png").read_bytes().startswith(b"\x89PNG")
     plot_ttft(json.loads(json.dumps(found)), tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 0
@@ -145,7 +142,7 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.setattr("ragblend.bench.ttft.run_ttft", lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
-        facts(tmp_path, plot=tmp_path / "ttft.png")
+        facts(plot=tmp_path / "ttft.png")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,6 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     [
         {"shape": "llama-400b"},
         {"model": "demo"},  # together with a shape
-        {"shape": None},
         {"modes": ("fuse",)},
         {"modes": ()},
         {"rules": ()},

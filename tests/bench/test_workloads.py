@@ -6,13 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragblend.bench.common.shapes import SHAPES, Shape, find_dtype, find_shape
 from ragblend.bench.common.workloads import (
     PREFIX_TOKENS,
-    SHAPES,
-    Shape,
     engine_for,
-    find_dtype,
-    find_shape,
     make_prompts,
     model_config,
     random_model,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ttft_grid import bench_grid, growth, power, run_grid, table_lines
-from ragblend.bench.ttft import TtftConfig
+from ragblend.bench.common.configs import TtftConfig
 from ragblend.errors import UsageError
 
 SMALL: dict[str, Any] = {

@@ -610,11 +610,11 @@ def test_import_ragblend_loads_nothing_heavy():
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_left(monkeypatch):
-    from ragblend.cli import support as cli_support
+    from ragblend.cli import printing
 
     clock, said = [0.0], []
-    monkeypatch.setattr(cli_support, "monotonic", lambda: clock[0])
-    tell = cli_support.progress_lines(said.append, every_s=10.0)
+    monkeypatch.setattr(printing, "monotonic", lambda: clock[0])
+    tell = printing.progress_lines(said.append, every_s=10.0)
     tell("prefill", 0, 100)
     for done in range(1, 51):
         clock[0] += 1.0
@@ -629,7 +629,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_l
 
 
 def test_lists_of_counts():
-    from ragblend.cli.support import split_counts
+    from ragblend.cli.options import split_counts
     from ragblend.errors import UsageError
 
     assert split_counts("3, 6,12") == [3, 6, 12]

@@ -19,6 +19,7 @@ from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
     BackendUnreachableError,
     EmptyCorpusError,
@@ -31,7 +32,6 @@ from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion import follow as following
 from ragblend.precompute import (
     IngestReport,
-    disk_store,
     find_documents,
     ingest,
     open_engine_index,
@@ -183,7 +183,7 @@ def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     assert report.removed == [f"{corpus.docs}/a.txt"]
     assert (report.num_removed_kv, report.failures) == (1, [])
     assert corpus.texts() == {KERN}
-    assert disk_store(corpus.engine).pins() == {}
+    assert disk_tier(corpus.engine.store).pins() == {}
 
 
 @pytest.mark.parametrize(
@@ -598,7 +598,7 @@ def test_removed_records_pins_and_all_come_back_with_their_folder(corpus):
     (record,) = find_documents(f"{corpus.docs}/r.jsonl#1", corpus.index)
     assert remove_documents([record], corpus.engine, corpus.index) == (1, 1)
     assert corpus.texts() == {FOX, KERN}
-    assert set(disk_store(corpus.engine).pins()) == {f"{corpus.docs}/a.txt", f"{corpus.docs}/r.jsonl#0"}
+    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/a.txt", f"{corpus.docs}/r.jsonl#0"}
     corpus.ingest()
     assert corpus.texts() == {FOX, KERN, BELL}
     remove_documents(find_documents(str(corpus.docs), corpus.index), corpus.engine, corpus.index)
@@ -627,7 +627,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
     with open_registry(corpus.engine) as registry:
         assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
-    assert set(disk_store(corpus.engine).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
+    assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 
 def test_a_text_that_a_frameworks_document_has_stays_when_the_index_lets_it_go(corpus):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ingest_vllm import bench_ingest_vllm
+from ragblend.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.bench.load import bench_load
 from ragblend.bench.throughput import bench_throughput
 from ragblend.bench.ttft import bench_ttft
@@ -17,11 +18,12 @@ PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk,
 
 
 def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
-    found = bench_ttft(
-        shape="llama-1m", model=None, chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
-        rules=["cacheblend", "first_k"], dtype="float32", threads=1, repeats=1, questions=2, tier="disk",
-        store=tmp_path / "kv", plot=None, seed=0, device="cpu", echo=lambda line: None, backend="vllm",
+    config = TtftConfig(
+        shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
+        rules=("cacheblend", "first_k"), threads=1, repeats=1, num_prompts=2, tier="disk", store=tmp_path / "kv",
+        backend="vllm",
     )  # fmt: skip
+    found = bench_ttft(config, echo=lambda line: None)
     assert json.loads(json.dumps(found)) == found
     assert str(tmp_path) not in json.dumps(found)
     assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ttft", "llama-1m", "vllm")
@@ -44,10 +46,11 @@ def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
 def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None:
     """The benchmark itself stops where a chunk came from elsewhere."""
     lines: list[str] = []
-    found = bench_load(
+    config = LoadConfig(
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, repeats=1, store_factor=2,
-        slowdowns=(0.5, 3.0), store=tmp_path / "kv", plot=None, echo=lines.append, backend="vllm",
+        slowdowns=(0.5, 3.0), store=tmp_path / "kv", backend="vllm",
     )  # fmt: skip
+    found = bench_load(config, echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert str(tmp_path) not in json.dumps(found)
     assert (found["command"], found["config"]["backend"]) == ("bench load", "vllm")
@@ -67,10 +70,11 @@ def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None
 
 def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
     lines: list[str] = []
-    found = bench_throughput(
+    config = ThroughputConfig(
         shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
-        rates=[5.0, 1e6], bound_s=1e6, threads=1, store=tmp_path / "kv", plot=None, echo=lines.append,
+        rates=(5.0, 1e6), bound_s=1e6, threads=1, store=tmp_path / "kv",
     )  # fmt: skip
+    found = bench_throughput(config, echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert str(tmp_path) not in json.dumps(found)
     assert found["command"] == "bench throughput"

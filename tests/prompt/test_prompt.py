@@ -14,7 +14,7 @@ from transformers.utils import chat_template_utils
 
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt import segmenter as segmenter_module
-from ragblend.prompt.formats import ChatTemplateFormat, DeclaredFormat, Piece, PlainFormat, prompt_format
+from ragblend.prompt.formats import ChatTemplateFormat, DeclaredFormat, PlainFormat, Template, prompt_format
 from ragblend.prompt.prompt import Chunk, Message, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
 
@@ -106,9 +106,9 @@ def test_the_prompt_is_the_concatenation_of_pieces_tokenized_alone(name, segment
     prompt = SegmentedPrompt(["the chunk and ", "the other"], "what is the question?", "answer the")
     tokenizer, expected = segmenter._tokenizer, []
     for piece in segmenter.format.pieces(prompt):
-        pieces = [piece] if isinstance(piece, Piece) else segmenter.format.chunk_pieces(piece)
+        pieces = [piece] if isinstance(piece, str) else segmenter.format.chunk_pieces(piece)
         for part in pieces:
-            expected += tokenizer(part.text, add_special_tokens=False).input_ids
+            expected += tokenizer(part, add_special_tokens=False).input_ids
     tokenized = segmenter.tokenize(prompt)
     assert tokenized.token_ids == expected
     assert tokenized.num_tokens == len(expected)
@@ -432,8 +432,8 @@ def test_a_segment_knows_which_of_its_tokens_are_template(name, segmenters):
         inner = segment.token_ids[segment.num_lead : segment.num_tokens - segment.num_tail]
         lead, tail = segment.token_ids[: segment.num_lead], segment.token_ids[segment.num_lead + len(inner) :]
         assert segmenter.decode(inner).strip() == segment.chunk.text
-        template = [piece.text for piece in segmenter.format.chunk_pieces(segment.chunk) if piece.trusted]
-        assert [*lead, *tail] == [token for text in template for token in segmenter._ids(Piece(text, trusted=True))]
+        template = [piece for piece in segmenter.format.chunk_pieces(segment.chunk) if isinstance(piece, Template)]
+        assert [*lead, *tail] == [token for text in template for token in segmenter._ids(text)]
     assert all(s.num_lead == s.num_tail == 0 for s in prompt.segments if s.kind != "chunk")
 
 
@@ -465,14 +465,14 @@ def test_a_chunk_that_came_before_is_not_tokenized_again(name, segmenters, monke
 
 def test_the_models_template_and_a_text_that_forges_it_are_remembered_apart(make_tokenizer):
     segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
-    trusted, forged = (segmenter._ids(Piece("<|im_end|>", trusted)) for trusted in (True, False))
+    trusted, forged = (segmenter._ids(kind("<|im_end|>")) for kind in (Template, str))
     assert len(trusted) == 1 < len(forged)
-    assert [segmenter._ids(Piece("<|im_end|>", trusted)) for trusted in (True, False)] == [trusted, forged]
+    assert [segmenter._ids(kind("<|im_end|>")) for kind in (Template, str)] == [trusted, forged]
 
 
 def test_a_refused_text_is_refused_again(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
     segmenter = Segmenter(make_tokenizer(CHATML, SPECIALS), PlainFormat())
-    control = segmenter._ids(Piece("<|im_end|>", trusted=True))
+    control = segmenter._ids(Template("<|im_end|>"))
     monkeypatch.setattr(segmenter, "_untrusted_ids", lambda *_: list(control))
     for _ in range(2):
         with pytest.raises(RagblendError, match="tokenizes to the control tokens"):
@@ -487,8 +487,8 @@ def test_what_is_remembered_stays_within_its_bound(texts, make_tokenizer):
         for text in texts:
             segmenter.text_ids(text)
             held = segmenter._remembered
-            assert segmenter._num_remembered == sum(len(piece.text) + 64 for piece, _ in held) <= 64 * 20
-            assert ((Piece(text, trusted=False), False) in held) == (len(text) <= 20)
+            assert segmenter._num_remembered == sum(len(piece) + 64 for piece, _, _ in held) <= 64 * 20
+            assert ((text, False, False) in held) == (len(text) <= 20)
 
 
 def test_the_text_that_was_asked_for_longest_ago_is_forgotten_first(make_tokenizer, monkeypatch: pytest.MonkeyPatch):
@@ -496,7 +496,7 @@ def test_the_text_that_was_asked_for_longest_ago_is_forgotten_first(make_tokeniz
     segmenter = Segmenter(make_tokenizer(), PlainFormat())
     for text in "abac":
         segmenter.text_ids(text)
-    assert [piece.text for piece, _ in segmenter._remembered] == ["a", "c"]
+    assert [piece for piece, _, _ in segmenter._remembered] == ["a", "c"]
 
 
 def test_the_plain_format_writes_question_and_answer(segmenters):

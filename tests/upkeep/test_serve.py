@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ragblend.cli import app as cli
+from ragblend.config import Settings
 from ragblend.engine.hf.model import load_tokenizer
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -20,7 +21,8 @@ from ragblend.upkeep.serve import Launch, ServeOptions, prepare
 
 
 def launch(*flags: str, **options: Any) -> Launch:
-    return prepare(ServeOptions(**options), flags, check=False)
+    settings = {name: options.pop(name) for name in [*options] if name in Settings.__dataclass_fields__}
+    return prepare(ServeOptions(Settings(**settings), **options), flags, check=False)
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -83,7 +85,7 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
 
 def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
     url = "redis://:pass-word@cache:6379/0"
-    made = launch(store=str(tmp_path), tiers={"disk_gib": 3.0, "kv_dtype": "int8", "remote": url})
+    made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url)
     config = extra(made.command)
     assert (config["disk_gib"], config["kv_dtype"]) == (3.0, "int8")
     assert "pass-word" not in " ".join(made.command)
@@ -91,7 +93,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tm
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     assert ConnectorConfig.read(config).remote == url  # as vLLM's processes read it
-    without = launch(store=str(tmp_path), tiers={"remote": None})
+    without = launch(store=str(tmp_path))
     assert ConnectorConfig.read(extra(without.command)).remote is None
 
 
@@ -102,7 +104,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tm
         ((), {"ratio": 1.5}, "1.5"),
         ((), {"rule": "best"}, "best"),
         ((), {"port": 0}, "port"),
-        ((), {"tiers": {"remote": "cache:6379"}}, "cache:6379"),
+        ((), {"remote": "cache:6379"}, "cache:6379"),
         ((), {"separator": ""}, "empty"),
         ((), {"separator_end": "x"}, "--separator"),
         (("--kv-transfer-config", "{}"), {}, "--kv-transfer-config"),
@@ -133,7 +135,7 @@ def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
-        prepare(ServeOptions(store=str(tmp_path)))
+        prepare(ServeOptions(Settings(store=str(tmp_path))))
     assert list(tmp_path.iterdir()) == []
 
 

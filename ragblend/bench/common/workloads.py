@@ -8,7 +8,9 @@ Read `engine_for` and `make_prompts` first.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,72 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.bench.common.configs import PREFIX_TOKENS, PromptConfig
+from ragblend.bench.common.shapes import Shape, find_shape
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import LoadedModel, find_device
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
-from ragblend.engine.store.kv import DTYPES, dtype_name
-from ragblend.errors import UsageError
+from ragblend.engine.store.kv import dtype_name
 from ragblend.prompt.formats import DeclaredFormat
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
-PREFIX_TOKENS = 16  # a short system text; chunks are precomputed behind it
-
 # Weights are drawn once per block and repeated: drawing 8 billion numbers takes minutes and changes no timing.
 _BLOCK_VALUES = 1 << 22
 _WEIGHT_STD = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What decides a decoder's arithmetic. `family` names the transformers architecture."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float = 10_000.0
-    tied: bool = False
-
-
-SHAPES: Mapping[str, Shape] = {
-    "tiny": Shape("llama", 4, 64, 128, 4, 2, 16, 512, 4096),
-    "llama-1m": Shape("llama", 4, 128, 256, 4, 2, 32, 512, 4096),
-    "llama-50m": Shape("llama", 16, 512, 1408, 8, 2, 64, 8192, 8192),
-    "llama-200m": Shape("llama", 16, 1024, 2816, 16, 4, 64, 8192, 16_384),
-    "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, tied=True),
-    "mistral-7b": Shape("mistral", 32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, 1_000_000.0),
-    "qwen3-8b": Shape("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, 1_000_000.0),
-}
-"""Shapes by name: two tiny ones for tests (vLLM has no attention for heads as small as tiny's), two small ones for
-CPUs, and Llama-3.2-1B, Mistral-7B-v0.3 and Qwen3-8B."""
-
-
-def find_shape(name: str) -> Shape:
-    """The shape of that name; raises UsageError for one that is not known."""
-    if name not in SHAPES:
-        raise UsageError(f"shape is {name!r}; choose one of {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
-def find_dtype(name: str) -> torch.dtype:
-    """A dtype by its name or the usual abbreviation.
-
-    >>> find_dtype("bf16"), find_dtype("float32")
-    (torch.bfloat16, torch.float32)
-    """
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    full = short.get(name, name)
-    if full not in DTYPES:
-        raise UsageError(f"dtype is {name!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[full]
 
 
 def model_config(shape: Shape) -> Any:
@@ -182,6 +133,12 @@ class PromptSet:
     prompts: tuple[SegmentedPrompt, ...]
 
 
+def prompts_of(config: PromptConfig, vocab_size: int, num_prompts: int = 1, pool: int | None = None) -> PromptSet:
+    """What `config` asks: `num_prompts` prompts, of all chunks in ever new orders, or of some of a `pool`."""
+    sizes = config.num_chunks, config.chunk_tokens, config.question_tokens
+    return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size, config.seed)
+
+
 def make_prompts(
     num_chunks: int, chunk_tokens: int, question_tokens: int, num_prompts: int, vocab_size: int, seed: int = 0
 ) -> PromptSet:
@@ -235,3 +192,24 @@ def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEng
     segmenter = synthetic_segmenter(layers.config.vocab_size)
     # "inline": nothing is computed in the background while something is timed.
     return TransformersEngine(layers, segmenter, store, name=name, fingerprint=mark, on_miss="inline")
+
+
+@contextmanager
+def directory_of(store: Path | None) -> Iterator[Path]:
+    """The directory that was named, or a temporary one."""
+    if store is not None:
+        yield store
+        return
+    with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+        yield Path(directory)
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads meanwhile; None leaves it alone."""
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces it with one that does nothing
+    set_threads(count or before)
+    try:
+        yield
+    finally:
+        set_threads(before)

@@ -1,1 +1,1 @@
-"""How close an answer is to full prefill: `ragblend bench quality`."""
+"""How close an answer is to full prefill's, and how good it is: `ragblend bench quality`. Read `study` first."""

@@ -1,467 +1,289 @@
-"""Answer quality on held-out stories: full prefill, full reuse, and blend by rule, ratio and budget, real engine.
+"""How close an answer from fused KV is to full prefill's, and how good: any transformers model, real questions.
 
-Every configuration answers the same questions, in float32, so that what differs is the reuse alone. Stories use only
-names, pairs and phrasings that the demo model never saw in training; their chunks follow one another in mixed order.
-Read `run_quality` first; `quality_runs` answers and averages, `quality_pairs` compares rules question by question,
-`retrieval_quality` measures a corpus end to end.
+Each question becomes the prompt that `ragblend ask` would send. It is prefilled in full and fused in every
+configuration, its chunks stored for it alone, in memory. Measured are KL(full || this) of the first token and of full
+prefill's greedy answer, read token after token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy
+answer; and the time to first token. Nothing is sampled: but for times, a run repeats to the bit on one machine.
+Read `run_quality` and `measure` first.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.bench.common.hardware import card_lines, hardware_card
-from ragblend.bench.quality.budget import costs_of, floor_of
-from ragblend.bench.quality.cases import PARTS, Part, make_items
-from ragblend.bench.quality.pairs import Difference, differences
-from ragblend.bench.quality.retrieval import CorpusConfig, bench_corpus
-from ragblend.bench.quality.runs import (
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.common.output import BenchResult, bench
+from ragblend.bench.common.plots import plot_quality
+from ragblend.bench.common.shapes import find_dtype
+from ragblend.bench.quality.cases import Case
+from ragblend.bench.quality.data import load_cases, prompt_of
+from ragblend.bench.quality.measures import (
     FULL,
-    MULTI_HOP_KINDS,
-    NOISE,
-    STORY_LAYERS,
+    PREFIX,
+    REUSE,
+    Answer,
     Configuration,
-    Engines,
-    Item,
-    Record,
-    Row,
     answer,
-    configurations,
-    request_for,
-    rows_of,
-    run_item,
-    run_noise,
-    total_row,
+    answer_and_reading,
+    answer_f1,
+    best,
+    distance,
+    exact,
+    kl,
+    loss,
+    read,
+    rouge_l,
 )
-from ragblend.bench.quality.tables import stories_table
-from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
+from ragblend.corpus.embedders import default_embedder, load_embedder
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
-from ragblend.errors import UsageError
-from ragblend.intervals import wilson_interval
-from ragblend.precompute import Progress
-from tools.demo_model.cases import Setting
-from tools.demo_model.questions import KINDS
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.intervals import mean_interval
+from ragblend.prompt.prompt import SegmentedPrompt
 
-SCHEMA_VERSION = 2
-MIN_CHUNKS, MIN_CHUNK_TOKENS = 4, 16
-RULES = ("auto", "cacheblend", "cacheblend_k")
-CONTROLS = ("cacheblend_gradual", "first_k", "random", "position")
-RATIOS = (0.05, 0.075, 0.10, 0.15)
-BUDGETS = (0.025, 0.05, 0.10, 0.15, 0.20)
-ORDER_RULES = ("auto", "cacheblend", "cacheblend_k")
-LENGTH_RULES = ("cacheblend", "cacheblend_k", "auto")
-LENGTHS = tuple((num_tokens, num_chunks) for num_tokens in (256, 1024, 4096) for num_chunks in (4, 8, 16))
-LENGTH_SHARE = {256: 1.0, 1024: 0.6, 4096: 0.3}  # of --length-questions: a long context takes that much longer
+BASE = Configuration("blend", "cacheblend", 0.15)
+"""What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio."""
 
-STORIES_OUT, CORPUS_OUT = Path("data/results/quality.json"), Path("data/results/quality-corpus.json")
-PLOT = Path("docs/quality.png")
+MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
+_STORE_BYTES = 1 << 33  # one prompt's chunks
 
 
-@dataclass(frozen=True, slots=True)
-class QualityConfig:
-    """What to measure. `system_share` of the stories have a system text before them; `off_share` of the questions
-    are also answered from KV that was computed without the prompt's prefix, `control_share` of them also by the rules
-    `controls`, and at ratio 1.0. `noise_share` are also prefilled in bfloat16, `order_share` of those over several
-    chunks are asked a second time with the chunks in another order."""
+class Record(NamedTuple):
+    """One question in one configuration; NaN where a measure says nothing. KL and loss in nats."""
 
-    model: str = "demo"
-    num_questions: int = 30 * len(KINDS)  # equally many of every kind
-    num_multi_hop: int = 1500  # and so many more over several chunks
-    part: Part = "reported"  # "selection": for choosing rules
-    num_chunks: int = 6
-    context_tokens: int = 256  # prefix and chunks, about
-    rules: tuple[str, ...] = RULES
-    controls: tuple[str, ...] = CONTROLS
-    ratios: tuple[float, ...] = RATIOS
-    budgets: tuple[float, ...] = BUDGETS  # charged in a model of 32 layers
-    system_share: float = 0.5
-    off_share: float = 0.05
-    control_share: float = 0.1
-    noise_share: float = 0.1
-    order_share: float = 0.1
-    lengths: bool = False
-    length_questions: int = 30 * len(KINDS)  # in the shortest context; see LENGTH_SHARE
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_questions", "length_questions"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        # Fewer or shorter chunks hold no story with a question of every kind.
-        if self.num_chunks < MIN_CHUNKS or self.context_tokens < MIN_CHUNK_TOKENS * self.num_chunks:
-            raise UsageError(
-                f"{self.context_tokens} tokens in {self.num_chunks} chunks; choose --chunks of {MIN_CHUNKS} or more, "
-                f"and --context-tokens of {MIN_CHUNK_TOKENS} per chunk or more"
-            )
-        if self.num_multi_hop < 0:
-            raise UsageError(f"num_multi_hop is {self.num_multi_hop}; choose 0 or more")
-        if self.part not in PARTS:
-            raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
-        for name in ("system_share", "off_share", "control_share", "noise_share", "order_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 0 to 1")
-        if not self.rules or not (self.ratios or self.budgets):
-            raise UsageError("no rule, or no ratio and no budget given; name at least one, or leave the option out")
-        for rule in (*self.rules, *self.controls):
-            find_rule(rule)
-        for ratio in self.ratios:
-            check_ratio(ratio)
-        for budget in self.budgets:
-            if not 0 < budget < 1:
-                raise UsageError(f"budget is {budget}; choose a share of the token-layers, such as 0.05")
-
-    @property
-    def command_line(self) -> str:
-        """The command that measures this again."""
-        words = ["ragblend", "bench", "quality", "--model", self.model, "--num-questions", str(self.num_questions)]
-        words += ["--multi-hop", str(self.num_multi_hop), "--part", self.part]
-        words += ["--chunks", str(self.num_chunks), "--context-tokens", str(self.context_tokens)]
-        for name, values in (("--rules", self.rules), ("--controls", self.controls)):
-            words += [name, ",".join(values)]
-        for name, shares in (("--ratios", self.ratios), ("--budgets", self.budgets)):
-            words += [name, ",".join(f"{share:g}" for share in shares)]
-        for name in ("system", "off", "control", "noise", "order"):
-            words += [f"--{name}-share", f"{getattr(self, name + '_share'):g}"]
-        lengths = ["--lengths", "--length-questions", str(self.length_questions)] if self.lengths else ["--no-lengths"]
-        return shlex.join([*words, *lengths, "--seed", str(self.seed)])
-
-
-@dataclass(frozen=True, slots=True)
-class LengthResult:
-    """One length of context: its rows, and what fails there (see `find_break`)."""
-
-    context_tokens: int
-    num_chunks: int
-    rows: tuple[Row, ...]
-    breaks: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The length as plain JSON values; `context_tokens` is what was asked for, the runs' what it came to."""
-        facts = {"context_tokens": self.context_tokens, "num_chunks": self.num_chunks, "breaks": self.breaks}
-        return {**facts, "runs": [row.as_dict() for row in self.rows]}
-
-
-@dataclass(frozen=True, slots=True)
-class OrderResult:
-    """The same questions over the same chunks in two orders that say the same: how often the answer stays, with
-    Wilson's 95 % interval, and how many are right."""
-
-    mode: str
-    rule: str
-    ratio: float
-    num_questions: int
-    same_answer: float
-    same_answer_low: float
-    same_answer_high: float
+    first_token_kl: float  # KL(full || this)
+    answer_kl: float  # the same, mean over the tokens of full prefill's answer
+    agreement: float  # share of those tokens that are the most likely ones here, too
+    gold_loss: float  # per token of the first gold answer
+    token_f1: float  # of the greedy answer, with the best of the gold ones; as SQuAD normalises
     exact_match: float
-    exact_match_reordered: float
+    rouge_l: float
+    charged_budget: float
+    charged_budget_32: float
+    ttft_s: float
+
+
+MEASURES = ("first_token_kl", "answer_kl", "gold_loss", "token_f1")
+"""With intervals, and compared question by question."""
+
+RECOVERED = ("gold_loss", "token_f1")
+"""Where full reuse may lose what blending wins back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unmet:
-    """A budget below what `rule` takes for recomputing a single token, in one of the prompts at least: `floor`."""
+class QualityResult(BenchResult):
+    """What `bench quality` found."""
 
-    rule: str
-    budget: float
-    floor: float
-
-
-@dataclass(frozen=True, slots=True)
-class QualityResult:
-    """Everything that was found, and what it was run on."""
-
-    config: QualityConfig
-    name: str  # of the model
     fingerprint: str
-    hardware: dict[str, Any]
-    rows: tuple[Row, ...]
-    lengths: tuple[LengthResult, ...]
-    paired: tuple[Difference, ...]
-    orders: tuple[OrderResult, ...]
-    unmet: tuple[Unmet, ...]
-    num_checked: int  # answers at ratio 1.0 ...
-    num_different: int  # ... and those of them that full prefill does not give
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the command line."""
-        config = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self.config).items()}
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": self.config.command_line,
-            "hardware": self.hardware,
-            "config": config,
-            "model": self.name,
-            "fingerprint": self.fingerprint,
-            "seed": self.config.seed,
-            "auto": find_rule("auto", STORY_LAYERS).name,
-            "ratio_one": {"num_checked": self.num_checked, "num_different": self.num_different},
-            "runs": [row.as_dict() for row in self.rows],
-            "paired": [difference.as_dict() for difference in self.paired],
-            "orders": [asdict(order) for order in self.orders],
-            "budgets_not_met": [asdict(unmet) for unmet in self.unmet],
-            "lengths": [length.as_dict() for length in self.lengths],
-        }
+    num_layers: int
+    embedder: str
+    num_questions: int
+    prompt_tokens: float  # mean
+    base: dict[str, Any]  # what the runs are compared with
+    runs: list[dict[str, Any]]  # of `summarise`
 
 
-Records = dict[Configuration, list[Record]]
+def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
+    """What each question is asked in: full prefill always, as all else is compared with it."""
+    names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
+    chosen = [FULL, *(each for each in (PREFIX, REUSE) if each.mode in config.modes)]
+    if "blend" in config.modes:
+        chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios or ()]
+        chosen += [Configuration("blend", name, 0.0, budget) for name in names for budget in config.budgets]
+    return list(dict.fromkeys(chosen))
 
 
-def run_quality(config: QualityConfig, progress: Progress | None = None) -> QualityResult:
-    """Measure the curve over rules, ratios and budgets, the controls, then the lengths. Loads the model, in float32."""
-    tell = progress or (lambda stage, done, total: None)
-    base = load_engine(config.model, dtype="float32", on_miss="inline")
-    with base:
-        engines = Engines(base)
-        setting = Setting(config.num_chunks, config.context_tokens)
-        items = make_items(
-            base, setting, config.num_questions, config.system_share, config.seed, config.num_multi_hop, config.part
+def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = None) -> QualityResult:
+    """Measure `config`. `progress` is told how far it is."""
+    tell = progress or (lambda line: None)
+    tell(f"loading {config.model}")
+    dtype = dtype_name(find_dtype(config.dtype))
+    with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
+        assert isinstance(base, TransformersEngine)
+        embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
+        cases = load_cases(config, base)
+        chosen = configurations(config, base.layers.num_layers)
+        records: dict[Configuration, list[Record]] = {each: [] for each in chosen}
+        lengths = []
+        for number, case in enumerate(cases, start=1):
+            tell(f"question {number} of {len(cases)}")
+            prompt = prompt_of(case, base, embedder, config)
+            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens)
+            lengths.append(num_tokens)
+            for each, record in found.items():
+                records[each].append(record)
+        return QualityResult(
+            config,
+            base.name,
+            hardware_card(base.layers.device),
+            base.fingerprint,
+            base.layers.num_layers,
+            embedder.name,
+            len(cases),
+            float(np.mean(lengths)),
+            BASE._asdict(),
+            summarise(records, [case.kind for case in cases]),
         )
-        unmet = unmet_budgets(engines, items, config)
-        records = run_items(engines, items, _shares(config, unmet), tell)
-        if config.noise_share:
-            records[NOISE] = run_noise_floor(engines, items, config, tell)
-        orders = run_orders(engines, items, config.order_share, tell)
-        lengths = list(run_lengths(engines, config, tell)) if config.lengths else []
-    at_one = [r for c, found in records.items() if c.mode == "blend" and c.ratio == 1.0 for r in found]
-    auto = find_rule("auto", STORY_LAYERS).name
-    return QualityResult(
-        config,
-        base.name,
-        base.fingerprint,
-        hardware_card(base.layers.device),
-        tuple(row for configuration, found in records.items() for row in rows_of(configuration, found)),
-        tuple(lengths),
-        tuple(differences(records, auto, [rule for rule in config.rules if rule not in ("auto", auto)])),
-        tuple(orders),
-        tuple(unmet),
-        len(at_one),
-        sum(not record.same_as_full for record in at_one),
+
+
+def measure(
+    base: TransformersEngine, prompt: SegmentedPrompt, case: Case, chosen: Sequence[Configuration], answer_tokens: int
+) -> tuple[dict[Configuration, Record], int]:
+    """One prompt in every configuration beside its full prefill, and its tokens. Chunks are stored for it alone."""
+    engine = TransformersEngine(
+        base.layers,
+        base.segmenter,
+        MemoryStore(_STORE_BYTES),
+        name=base.name,
+        fingerprint=base.fingerprint,
+        system=case.system,
+        on_miss="inline",
+        check=False,
     )
+    for chunk in prompt.chunks:
+        engine.precompute(chunk)
+    # Rule `random` draws anew for every prompt.
+    seed = zlib.crc32(repr(prompt.messages).encode())
+    request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
+    full = answer(engine, request, FULL)
+    expected = read(engine, request.prompt, full.fused, full.token_ids)
+
+    def gold_loss(found: Answer, gold_ids: Sequence[int]) -> float:
+        return loss(read(engine, request.prompt, found.fused, gold_ids), gold_ids)
+
+    # A gold answer may begin with a blank, or not: as full prefill expects it.
+    spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
+    gold_ids = min(spellings, key=lambda gold_ids: gold_loss(full, gold_ids))
+    records = {}
+    for each in chosen:
+        found, seen = (full, expected) if each == FULL else answer_and_reading(engine, request, each, full)
+        far = distance(seen, expected)
+        f1, match, overlap = (
+            math.nan if (score := best(measure, found.text, case.answers)) is None else score
+            for measure in (answer_f1, exact, rouge_l)
+        )
+        records[each] = Record(
+            kl(full.log_probs, found.log_probs),
+            far.kl,
+            far.agreement,
+            gold_loss(found, gold_ids),
+            f1,
+            match,
+            overlap,
+            found.report.charged_budget,
+            found.report.charged_budget_32,
+            found.ttft_s,
+        )
+    return records, request.prompt.num_tokens
 
 
-def unmet_budgets(engines: Engines, items: Sequence[Item], config: QualityConfig) -> list[Unmet]:
-    """The budgets that a rule cannot meet for each of the questions."""
-    costs = []
-    for item in items:
-        prompt = request_for(engines.base, item.prompt).prompt
-        costs.append(costs_of(engines.behind(prompt.prefix_ids), prompt))
-    rules = [find_rule(name, STORY_LAYERS) for name in (*config.rules, *config.controls)]
-    floors = {rule.name: max(floor_of(rule, cost) for cost in costs) for rule in rules}
-    return [Unmet(name, budget, floor) for name, floor in floors.items() for budget in config.budgets if floor > budget]
+# -- means
 
 
-class Asked(NamedTuple):
-    """Configurations, and the share of every kind's questions that is asked in them."""
+def summarise(records: dict[Configuration, list[Record]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """A run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
+    groups = {"all": list(range(len(kinds)))}
+    if len(set(kinds)) > 1:
+        groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
+    runs = []
+    for kind, places in groups.items():
+        tables = {each: np.array(found)[places] for each, found in records.items()}  # [Q, measures]
+        runs += [_run(each, kind, tables) for each in tables]
+    return runs
 
-    chosen: list[Configuration]
-    share: float
-    behind_prefix: bool = True
+
+def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
+    table = tables[configuration]
+    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
+    for column, name in enumerate(Record._fields):
+        values = table[:, column]
+        run[name] = None if np.isnan(values).all() else float(np.nanmean(values))
+    run["ttft_s"] = float(np.median(table[:, Record._fields.index("ttft_s")]))  # the first one warms up
+    for name in MEASURES:
+        column = Record._fields.index(name)
+        if run[name] is not None:
+            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_known(table[:, column]))
+            if BASE in tables:
+                less = _known(table[:, column] - tables[BASE][:, column])
+                run[f"{name}_over_base"] = [float(less.mean()), *mean_interval(less)]
+    for name in RECOVERED:
+        column = Record._fields.index(name)
+        run[f"recovered_{name}"] = (
+            recovered(tables[FULL][:, column], tables[REUSE][:, column], table[:, column]) if REUSE in tables else None
+        )
+    return run
 
 
-def _shares(config: QualityConfig, unmet: Sequence[Unmet]) -> list[Asked]:
-    """What is asked of all questions, and what of some."""
-    missing = {(found.rule, found.budget) for found in unmet}
-    main = configurations(config.rules, config.ratios, config.budgets)
-    others = configurations(config.controls, config.ratios, config.budgets)
-    ones = configurations((*config.rules, *config.controls), [1.0])
-    off = configurations(config.rules, config.ratios)
+def recovered(full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]) -> float | None:
+    """The share of the gap between full reuse and full prefill that is closed (PGR); None where there certainly is no
+    gap to close, because the 95 % interval of the paired difference holds 0.
 
-    def met(chosen: Sequence[Configuration]) -> list[Configuration]:
-        return [c for c in chosen if (c.rule, c.budget) not in missing]
+    >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
+    >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full)
+    (0.75, None)
+    """
+    if not len(gap := _known(reuse - full)):
+        return None
+    low, high = mean_interval(gap)
+    return None if low <= 0 <= high else float(_known(reuse - found).mean() / gap.mean())
 
-    controls = [c for c in dict.fromkeys([*others, *ones]) if c not in main]
-    without = [c._replace(prefix_precompute=False) for c in off if c != FULL]
-    return [
-        Asked(met(main), 1.0),
-        Asked(met(controls), config.control_share),
-        Asked(without, config.off_share, behind_prefix=False),
+
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+# -- people
+
+
+def table_lines(result: QualityResult) -> list[str]:
+    """A line per configuration and kind of question."""
+    config = result.config
+    lines = [
+        f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
+        f"{result.num_questions} questions, {result.prompt_tokens:.0f} tokens in {config.num_chunks} chunks; "
+        "KL and loss in nats with 95 % intervals"
     ]
+    runs = [run for run in result.runs if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
+    for kind in dict.fromkeys(run["kind"] for run in runs):
+        lines += [
+            "",
+            f"{kind:<24}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
+            f"{'exact':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
+        ]
+        for run in (run for run in runs if run["kind"] == kind):
+            cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
+            words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "exact_match", "rouge_l"))
+            share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
+            lines.append(
+                f"{label_of(run):<24}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
+                f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
+            )
+    return lines
 
 
-def run_items(engines: Engines, items: Sequence[Item], asked: Sequence[Asked], tell: Progress) -> Records:
-    """Records by configuration, question by question; the same share of every kind's questions."""
-    records: Records = {}
-    for done, (item, number) in enumerate(_numbered(items)):
-        tell("curve", done, len(items))
-        prefix_ids = request_for(engines.base, item.prompt).prompt.prefix_ids
-        full = None
-        for chosen, share, behind_prefix in asked:
-            if chosen and _is_in_share(number, share):
-                engine = engines.behind(prefix_ids if behind_prefix else ())
-                found, full = run_item(engine, item, chosen, full)
-                for configuration, record in found.items():
-                    records.setdefault(configuration, []).append(record)
-    tell("curve", len(items), len(items))
-    # In the order they were asked for, whichever question came first.
-    return {c: records[c] for chosen, _, _ in asked for c in chosen if c in records}
+def label_of(run: dict[str, Any]) -> str:
+    """A configuration in a word or two."""
+    if run["mode"] != "blend":
+        return str(run["mode"])
+    return f"{run['rule']} {run['ratio']:.1%}" if run["budget"] is None else f"{run['rule']} for {run['budget']:.1%}"
 
 
-def _numbered(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
-    """Items with their number, from 1, among those of their kind."""
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item.kind] = counts.get(item.kind, 0) + 1
-        yield item, counts[item.kind]
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
-def _is_in_share(number: int, share: float) -> bool:
-    """Whether the question of that number is one of a share, evenly spread.
-
-    >>> [number for number in range(1, 9) if _is_in_share(number, 0.25)]
-    [1, 5]
-    """
-    return math.ceil(number * share) > math.ceil((number - 1) * share)
-
-
-# -- controls
-
-
-def run_noise_floor(engines: Engines, items: Sequence[Item], config: QualityConfig, tell: Progress) -> list[Record]:
-    """Full prefill in bfloat16 against float32: a distance that no rule can be held to."""
-    asked = [item for item, number in _numbered(items) if _is_in_share(number, config.noise_share)]
-    records = []
-    with load_engine(config.model, dtype=NOISE.dtype, on_miss="inline") as other:
-        for done, item in enumerate(asked):
-            tell("bfloat16", done, len(asked))
-            full = answer(engines.base, request_for(engines.base, item.prompt), FULL)
-            records.append(run_noise(engines.base, other, item, full))
-    tell("bfloat16", len(asked), len(asked))
-    return records
-
-
-def run_orders(engines: Engines, items: Sequence[Item], share: float, tell: Progress) -> list[OrderResult]:
-    """Questions over several chunks, asked with the chunks in two orders."""
-    chosen = configurations(ORDER_RULES, [DEFAULT_RATIO])
-    pairs: dict[Configuration, list[tuple[Record, Record]]] = {c: [] for c in chosen}
-    asked = [i for i, number in _numbered(items) if i.kind in MULTI_HOP_KINDS and _is_in_share(number, share)]
-    for done, item in enumerate(asked):
-        tell("orders", done, len(asked))
-        if item.reordered is None:
-            continue
-        engine = engines.behind(request_for(engines.base, item.prompt).prompt.prefix_ids)
-        first, second = (run_item(engine, i, chosen)[0] for i in (item, item._replace(prompt=item.reordered)))
-        for configuration in chosen:
-            pairs[configuration].append((first[configuration], second[configuration]))
-    tell("orders", len(asked), len(asked))
-    return [_order_result(configuration, found) for configuration, found in pairs.items() if found]
-
-
-def _order_result(configuration: Configuration, pairs: Sequence[tuple[Record, Record]]) -> OrderResult:
-    num = len(pairs)
-    same = sum(first.text == second.text for first, second in pairs) / num
-    low, high = wilson_interval(same, num)
-    exact, reordered = (sum(record.exact for record in records) / num for records in zip(*pairs, strict=True))
-    return OrderResult(
-        configuration.mode, configuration.rule, configuration.ratio, num, same, max(0.0, low), min(1.0, high),
-        exact, reordered,
-    )  # fmt: skip
-
-
-# -- lengths
-
-
-def run_lengths(engines: Engines, config: QualityConfig, tell: Progress) -> Iterator[LengthResult]:
-    """Full, reuse and blend at the default ratio in contexts from short to long, of few and of many chunks."""
-    chosen = configurations(LENGTH_RULES, [DEFAULT_RATIO])
-    shortest: list[Row] = []
-    for place, (num_tokens, num_chunks) in enumerate(LENGTHS):
-        tell("lengths", place, len(LENGTHS))
-        num_questions = max(1, round(config.length_questions * LENGTH_SHARE[num_tokens]))
-        setting = Setting(num_chunks, num_tokens)
-        items = make_items(engines.base, setting, num_questions, config.system_share, config.seed)
-        records = run_items(engines, items, [Asked(chosen, 1.0)], lambda stage, done, total: None)
-        rows = [row for configuration, found in records.items() for row in rows_of(configuration, found)]
-        shortest = shortest or rows
-        yield LengthResult(num_tokens, num_chunks, tuple(rows), find_break(rows, shortest))
-    tell("lengths", len(LENGTHS), len(LENGTHS))
-
-
-def find_break(rows: Sequence[Row], shortest: Sequence[Row]) -> str:
-    """What fails in a context: "model" (full prefill is worse than in the shortest one), "blend", both, or nothing.
-
-    Worse means that the 95 % intervals of exact match over all questions do not touch; blend, at its best rule, is
-    held against full prefill of the same prompts."""
-    full, reference = total_row(rows, "full"), total_row(shortest, "full")
-    best = max((row for row in rows if row.mode == "blend" and row.kind == "all"), key=lambda row: row.exact_match)
-    broken = ["model"] if full.exact_match_high < reference.exact_match_low else []
-    broken += ["blend"] if best.exact_match_high < full.exact_match_low else []
-    return ", ".join(broken)
-
-
-# -- the command
-
-NOWHERE = Path("-")
-"""As `out` or `plot`: write no file."""
-
-
-def bench_quality(
-    stories: Mapping[str, Any],
-    corpus: Mapping[str, Any],
-    out: Path | None,
-    plot: Path | None,
-    echo: Callable[[str], None],
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """`ragblend bench quality`: card and tables to `echo`, JSON to `out`, a picture to `plot`; returns the JSON.
-
-    `stories` are fields of QualityConfig, `corpus` of CorpusConfig: with a corpus named there, that is measured end to
-    end, in place of the stories. None is the default of the configuration.
-    """
-    if corpus["corpus"] is not None:
-        if plot not in (None, NOWHERE):
-            raise UsageError("--plot draws the curve over budgets; leave it out with --corpus")
-        shared = {name: stories[name] for name in ("model", "num_questions", "rules", "ratios", "seed")}
-        facts = bench_corpus(CorpusConfig(**_not_none(shared | dict(corpus))), echo, progress)
-        _write_json(facts, out or CORPUS_OUT, echo)
-        return facts
-    return bench_stories(QualityConfig(**_not_none(stories)), out or STORIES_OUT, plot, echo, progress)
-
-
-def bench_stories(
-    config: QualityConfig, out: Path, plot: Path | None, echo: Callable[[str], None], progress: Progress | None
-) -> dict[str, Any]:
-    """Measure `config`, print, write and draw it. `plot` None is the default picture, if matplotlib is there."""
-    picture = _picture(plot)
-    result = run_quality(config, progress)
-    for line in (*card_lines(result.hardware), "", *stories_table(result)):
-        echo(line)
-    facts = result.as_dict()
-    _write_json(facts, out, echo)
-    if picture is not None:
-        from ragblend.bench.common.plots import plot_quality
-
-        plot_quality(facts, picture)
-        echo(f"plot in {picture}")
-    return facts
-
-
-def _picture(plot: Path | None) -> Path | None:
-    """Where to draw, found out now and not after minutes of measuring."""
-    from ragblend.bench.common.plots import require_matplotlib
-
-    if plot == NOWHERE:
-        return None
-    try:
-        require_matplotlib()
-    except ImportError:
-        if plot is not None:
-            raise
-        return None
-    return plot or PLOT
-
-
-def _write_json(facts: dict[str, Any], out: Path, echo: Callable[[str], None]) -> None:
-    if out != NOWHERE:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(facts) + "\n")
-        echo(f"result in {out}")
-
-
-def _not_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def bench_quality(config: QualityConfig, *, plot: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench quality`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return bench(config, run_quality, table_lines, echo, plot, plot_quality)

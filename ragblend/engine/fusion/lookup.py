@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tiered import disk_tier
 
 MAX_JOINT_TOKENS = 4  # between two chunks: a blank line takes one or two
 _MARK = "neighbours"  # in the root of a disk tier
@@ -73,17 +71,14 @@ def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def holds_neighbours(store: KVStore) -> bool:
-    """Whether a disk tier of `store` says that neighbour versions were stored."""
-    return any((root / _MARK).exists() for root in _roots(store))
+    """Whether the disk tier of `store` says that neighbour versions were stored."""
+    disk = disk_tier(store)
+    return disk is not None and (disk.root / _MARK).exists()
 
 
 def note_neighbours(store: KVStore) -> None:
-    """Say so, for whoever opens its disk tiers later. What cannot be marked is not looked for, and no error."""
-    for root in _roots(store):
+    """Say so, for whoever opens its disk tier later. What cannot be marked is not looked for, and no error."""
+    disk = disk_tier(store)
+    if disk is not None:
         with suppress(OSError):
-            (root / _MARK).touch()
-
-
-def _roots(store: KVStore) -> list[Path]:
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    return [tier.root for tier in tiers if isinstance(tier, DiskStore)]
+            (disk.root / _MARK).touch()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ragblend.errors import UsageError
+from ragblend.options import SHARE
 
 DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors found to restore most answers
 
@@ -247,9 +248,7 @@ def _validated(checks: Sequence[Check], num_layers: int) -> tuple[Check, ...]:
 
 def check_ratio(ratio: float) -> float:
     """`ratio` itself; raises UsageError unless 0 <= ratio <= 1."""
-    if not 0 <= ratio <= 1:
-        raise UsageError(f"recompute_ratio is {ratio}; choose 0 (full reuse) to 1 (recompute every chunk token)")
-    return ratio
+    return SHARE.of("recompute_ratio", ratio)
 
 
 def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -> int:

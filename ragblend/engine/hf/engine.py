@@ -33,8 +33,8 @@ from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, dtype_name, stored_as
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import Prefetches, WorksInBackground, kv_dtype_of
-from ragblend.engine.tuning.calibration import Calibrations, local_key, local_root
+from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tier, kv_dtype_of
+from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
@@ -63,7 +63,9 @@ class TransformersEngine(BlendingEngine):
         **options: Any,
     ) -> None:
         super().__init__(layers, segmenter, store, machine=machine, **options)
-        self.calibrations = Calibrations(local_root(store), self.fingerprint, layers.num_layers, local_key(store))
+        disk = disk_tier(store)
+        root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
+        self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
         if check:
             self_check(layers, layers.config.vocab_size, self.name)
 

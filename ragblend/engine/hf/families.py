@@ -101,7 +101,30 @@ class NormOverHeads(Family):
         return self.heads(attention.k_norm(attention.k_proj(normed))), self.heads(attention.v_proj(normed))
 
 
-FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Family)
+class Clipped(Family):
+    """Keys and values within bounds (OLMo)."""
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """Whether there are bounds."""
+        return getattr(getattr(attention, "config", None), "clip_qkv", None) is not None
+
+    def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The projections, clipped."""
+        bound = attention.config.clip_qkv
+        keys, values = super().keys_and_values(attention, normed)
+        return keys.clamp(-bound, bound), values.clamp(-bound, bound)
+
+    def tapped_keys(self, output: Tensor, num_rows: int) -> Tensor:
+        """The projection is tapped before it is clipped."""
+        return super().tapped_keys(output, num_rows).clamp(-self.clip, self.clip)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.clip: float = config.clip_qkv
+
+
+FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Clipped, Family)
 """The first that fits is taken."""
 
 

@@ -450,7 +450,7 @@ class DiskStore:
         with suppress(OSError):
             if read_file(path) == data:
                 return
-        self._directory.replace(path, len(data), lambda stream: stream.write(data))
+        self._directory.write(path, data)
 
     def _note_key(self, path: Path) -> StoreKey | None:
         return self.store_key if path.parent.name in NOTES else None

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from ragblend.engine.store.kv import LAYOUT_VERSION
+from ragblend.errors import RagblendError
+from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
 
 log = logging.getLogger(__name__)
@@ -61,16 +62,6 @@ def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> s
     """32 hex digits; equal exactly when weight bytes, architecture config (RoPE included) and dtype are equal."""
     text = json.dumps([weights_digest, dict(config), dtype], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def digest_buffers(buffers: Iterable[tuple[str, memoryview]]) -> str:
-    """Digest of named byte buffers, for weights that live in memory only. Order of the names does not matter."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, buffer in sorted(buffers, key=lambda item: item[0]):
-        # Lengths first, so that no bytes can pass for a name or for the next buffer's.
-        digest.update(f"{len(name)}|{buffer.nbytes}|{name}".encode())
-        digest.update(buffer)
-    return digest.hexdigest()
 
 
 def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
@@ -120,9 +111,6 @@ def _read_cache(cache: Path | None) -> dict[str, str]:
 def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
     # Losing this file costs one re-hash, so a read-only home is not an error.
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as stream:
-            json.dump(dict(known), stream)
-        Path(stream.name).replace(cache)
-    except OSError as error:
-        log.debug("weight digests not remembered in %s: %s", cache, error)
+        Directory(cache.parent, fsync=False).write(cache, json.dumps(dict(known)).encode())
+    except RagblendError as error:
+        log.debug("weight digests not remembered: %s", error)

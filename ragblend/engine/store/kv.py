@@ -243,8 +243,3 @@ def dtype_name(dtype: torch.dtype) -> str:
         if known == dtype:
             return name
     raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
-
-
-def total_tokens(chunks: Sequence[ChunkKV]) -> int:
-    """Sum of T over chunks."""
-    return sum(chunk.header.num_tokens for chunk in chunks)

@@ -14,6 +14,7 @@ from typing import Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.finite import kv_is_finite
 from ragblend.engine.store.kv import (
     ChunkKV,
@@ -74,8 +75,7 @@ class FarStore(KVStore, Protocol):
 
 def is_far(store: KVStore) -> TypeGuard[FarStore]:
     """Whether some tier of `store` is far away."""
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    return any(isinstance(tier, FetchesAhead) for tier in tiers)
+    return any(isinstance(tier, FetchesAhead) for tier in tiers_of(store))
 
 
 @runtime_checkable
@@ -420,6 +420,16 @@ class TieredStore:
                 left_s = None if until_s is None else max(0.0, until_s - monotonic())
                 done = getattr(part, action)(left_s) and done
         return done
+
+
+def tiers_of(store: KVStore) -> tuple[KVStore, ...]:
+    """The tiers of `store`, fastest first: itself, where it is one."""
+    return store.tiers if isinstance(store, TieredStore) else (store,)
+
+
+def disk_tier(store: KVStore) -> DiskStore | None:
+    """The local disk tier of `store`, if it has one: where pins, calibrations and other notes are."""
+    return next((tier for tier in tiers_of(store) if isinstance(tier, DiskStore)), None)
 
 
 def kv_dtype_of(store: KVStore) -> str:

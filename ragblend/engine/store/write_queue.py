@@ -43,7 +43,7 @@ class WriteQueue:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.read_back: Callable[[str], MemoryKV | None] | None = None
-        self.num_dropped = self.num_written = 0
+        self.num_dropped = 0
         self._write, self._name, self._pause_s, self._remedy = write, name, pause_s, remedy
         self._waiting: OrderedDict[str, MemoryKV | None] = OrderedDict()  # oldest first; None: to be read back
         self._current: tuple[str, MemoryKV | None] | None = None  # being written; no longer in _waiting
@@ -175,7 +175,6 @@ class WriteQueue:
                 self._waiting[key] = held  # at the back: one that always fails is not in the others' way
             else:
                 self._queued_bytes -= held.nbytes if held is not None else 0
-                self.num_written += not (owed or failure)
                 if failure:
                     self._drop(key, failure)
             self._changed.notify_all()

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, RULES, check_ratio, find_rule
+from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, RULES, find_rule
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -28,6 +28,7 @@ from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
 from ragblend.engine.tuning.pipeline import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
+from ragblend.options import RATIO
 
 log = logging.getLogger(__name__)
 
@@ -326,23 +327,9 @@ def choose(
 
 def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float = DEFAULT_RATIO) -> float:
     """The share to recompute: what is asked for, else what was fitted, else `default`."""
-    if isinstance(ratio, str) and ratio != "auto":
-        raise UsageError(f"recompute_ratio is {ratio!r}; choose 0 (full reuse) to 1 (recompute all), or 'auto'")
-    if ratio is not None and not isinstance(ratio, str):
-        return check_ratio(ratio)
+    if ratio is not None and RATIO.of("recompute_ratio", ratio) != "auto":
+        return float(ratio)
     return fit.ratio if fit is not None else default
-
-
-def local_root(store: object) -> Path | None:
-    """The directory of a KVStore's local disk tier, where its calibrations are; None for a store in memory."""
-    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
-    return next((tier.root for tier in tiers if isinstance(getattr(tier, "root", None), Path)), None)
-
-
-def local_key(store: object) -> KeyChoice:
-    """What the calibrations in a KVStore's local disk tier are signed with."""
-    tiers: tuple[Any, ...] = getattr(store, "tiers", (store,))
-    return next((tier.store_key for tier in tiers if hasattr(tier, "store_key")), None)
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:

@@ -111,5 +111,5 @@ def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice =
     """Keep a profile in the store at `root`, in place of an older one; its path. Raises what a `put` raises."""
     path = profile_path(root, profile.fingerprint, profile.hardware)
     data = seal(profile.as_dict(), MACHINES_DIR, chosen_key(store_key))
-    Directory(root, fsync=True).replace(path, len(data), lambda stream: stream.write(data))
+    Directory(root, fsync=True).write(path, data)
     return path

@@ -17,9 +17,9 @@ from typing import Any
 from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours, note_neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ModelShape
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -58,7 +58,9 @@ class BlendScheduler:
         self._new_jobs: list[Job] = []
         # What the remote tier has sent is there a second time, so nothing here waits for the disk.
         local = config.open_local(fsync=False)
-        self.disk = next(tier for tier in local.tiers if isinstance(tier, DiskStore))
+        disk = disk_tier(local)
+        assert disk is not None
+        self.disk = disk
         self.remote = config.open_remote()
         self._fetch: RemoteFetch | None = None
         if self.remote is not None:

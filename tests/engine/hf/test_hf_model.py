@@ -14,7 +14,8 @@ import torch
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from ragblend.bench.common.workloads import SHAPES, random_model
+from ragblend.bench.common.shapes import SHAPES
+from ragblend.bench.common.workloads import random_model
 from ragblend.engine.hf.model import IRRELEVANT_FIELDS, architecture, find_model, load_model, model_fingerprint
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore

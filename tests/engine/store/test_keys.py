@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.store import keys
-from ragblend.engine.store.keys import chunk_key, digest_buffers, digest_files, fingerprint
+from ragblend.engine.store.keys import chunk_key, digest_files, fingerprint
 from ragblend.engine.store.kv import LAYOUT_VERSION
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
@@ -94,24 +94,6 @@ def test_a_fingerprint_follows_weights_config_and_dtype_but_not_key_order() -> N
         fingerprint("w", {"rope_theta": 10_000.0, "layers": 2}, "bfloat16"),
     ]
     assert len({base, *others}) == 5
-
-
-def test_buffers_are_digested_by_name_in_any_order() -> None:
-    a, b = ("a", memoryview(b"1")), ("b", memoryview(b"2"))
-    assert digest_buffers([a, b]) == digest_buffers([b, a])
-    swapped = [("a", memoryview(b"2")), ("b", memoryview(b"1"))]
-    assert len({digest_buffers([a, b]), digest_buffers([a]), digest_buffers(swapped)}) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [("a", b"1b2"), ("a", b"1b\x002"), ("a", b"11|b2"), ("a11|b", b"2")],
-    ids=["no boundary", "zero bytes alone", "name lengths alone", "buffer lengths alone"],
-)
-def test_one_buffer_never_passes_for_two(name: str, data: bytes) -> None:
-    # Each passes for the two where buffers are told apart by what its id says.
-    two = [("a", memoryview(b"1")), ("b", memoryview(b"2"))]
-    assert digest_buffers(two) != digest_buffers([(name, memoryview(data))])
 
 
 def write(path: Path, data: bytes, mtime_ns: int) -> Path:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragblend.engine.store.disk import DiskKV, DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
-from ragblend.engine.store.tiered import MemoryStore, TieredStore, format_bytes, parse_bytes
+from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier, format_bytes, parse_bytes
 from ragblend.errors import DamagedEntryError, StoreFullError, UsageError
 
 
@@ -368,3 +368,9 @@ def test_a_formatted_size_reads_back_within_its_precision(nbytes: int) -> None:
     text = format_bytes(nbytes)
     assert abs(parse_bytes(text) - nbytes) <= 0.051 * max(nbytes, 1)
     assert not text.startswith("1024")
+
+
+def test_the_disk_tier_of_a_store_is_found_alone_and_under_others(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, fsync=False)
+    assert disk_tier(disk) is disk_tier(TieredStore(MemoryStore(1), disk)) is disk
+    assert disk_tier(MemoryStore(1)) is None

@@ -18,7 +18,7 @@ from ragblend.engine.fusion.rules import SHALLOW as AUTO
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.sealed import seal
-from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,
     Calibration,
@@ -28,7 +28,6 @@ from ragblend.engine.tuning.calibration import (
     choose,
     keep_calibration,
     load_calibration,
-    local_root,
     parse_calibration,
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
@@ -249,12 +248,6 @@ def test_without_a_word_nothing_is_said_about_a_missing_calibration(
     assert not caplog.records
 
 
-def test_calibrations_lie_in_the_directory_of_the_disk_tier(tmp_path: Path) -> None:
-    disk = DiskStore(tmp_path, fsync=False)
-    assert local_root(disk) == local_root(TieredStore(MemoryStore(1), disk)) == tmp_path
-    assert local_root(MemoryStore(1)) is None
-
-
 # -- the engine
 
 
@@ -270,7 +263,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 def calibrated(engine: TransformersEngine, *fits: Fit) -> None:
     prefix_ids = engine.segmenter.tokenize(PROMPT).prefix_ids
     save(
-        local_root(engine.store) or Path(),
+        disk_tier(engine.store).root,  # type: ignore[union-attr]
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
     )
 

@@ -73,7 +73,7 @@ class ObjectValues:
         """Write the object. A local folder gets it in one step, as object stores do by themselves."""
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
-            self._guard(lambda: self._directory().replace(Path(path), len(data), lambda stream: stream.write(data)))
+            self._guard(lambda: self._directory().write(Path(path), data))
         else:
             self._call("pipe_file", path, data, timeout_s=WRITE_TIMEOUT_S)
 

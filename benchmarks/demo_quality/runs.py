@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ragblend.bench.quality.budget import costs_of, ratio_for
-from ragblend.bench.quality.measures import Distance, Reading, distance, read, rouge_l, token_f1
-from ragblend.engine.fusion.plan import FusedKV
+from benchmarks.demo_quality.deviations import Distance, Reading, distance, read
+from ragblend.bench.quality import measures
+from ragblend.bench.quality.measures import Answer, decoded, kl, prefill, rouge_l, token_f1
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.generation import Prefilled, Request
+from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import Mode
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval, wilson_interval
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -58,6 +56,11 @@ class Configuration(NamedTuple):
     budget: float | None = None
     dtype: str = "float32"
 
+    @property
+    def asked(self) -> measures.Configuration:
+        """What one engine is asked for it."""
+        return measures.Configuration(self.mode, self.rule, self.ratio, self.budget)
+
 
 STORY_LAYERS = 5  # of the embedded model, which the stories are told for
 
@@ -76,23 +79,10 @@ def configurations(rules: Sequence[str], ratios: Sequence[float], budgets: Seque
     return [FULL, REUSE, *blends, *equal]
 
 
-class Answer(NamedTuple):
-    """A greedy answer. `log_probs` [vocabulary] float64, natural logarithm, of its first token; `ended`: by itself.
-
-    `token_ids` include the one that ended it. `fused` is the KV it was decoded from."""
-
-    text: str
-    ended: bool
-    log_probs: Tensor
-    report: BlendReport
-    token_ids: tuple[int, ...]
-    fused: FusedKV
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """One question in one configuration. `first_token_kl` is KL(full || this) in nats; `answer_kl` is its mean over
-    the tokens of full prefill's answer, each read after those before it. See `quality_measures.Distance` for the rest.
+    the tokens of full prefill's answer, each read after those before it. See `deviations.Distance` for the rest.
     """
 
     kind: str
@@ -199,37 +189,7 @@ def request_for(engine: TransformersEngine, prompt: SegmentedPrompt) -> Request:
 
 def answer(engine: TransformersEngine, request: Request, configuration: Configuration) -> Answer:
     """One prefill and the few greedy steps of the answer. Chunks that blend or reuse shall find must be stored."""
-    return _answer(engine, request, _prefill(engine, request, configuration))
-
-
-def _prefill(engine: TransformersEngine, request: Request, configuration: Configuration) -> Prefilled:
-    rule = "auto" if configuration.rule == "none" else configuration.rule
-    ratio = configuration.ratio
-    if configuration.budget is not None:
-        ratio = ratio_for(
-            find_rule(rule, engine.layers.num_layers), configuration.budget, costs_of(engine, request.prompt)
-        )
-    return engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=ratio))
-
-
-def _answer(engine: TransformersEngine, request: Request, prefilled: Prefilled) -> Answer:
-    """The greedy answer from there on."""
-    log_probs = prefilled.logits.double().log_softmax(-1)
-    token_ids, ended = _decode(engine, prefilled.logits, prefilled.fused, request.options.max_tokens)
-    text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
-    return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused)
-
-
-def _decode(engine: TransformersEngine, logits: Tensor, fused: FusedKV, max_tokens: int) -> tuple[list[int], bool]:
-    """Greedy ids from the first `logits` on, and whether the model ended the answer itself, with the last of them."""
-    ends, token_ids = engine.stop_ids(), list[int]()
-    while True:
-        token_ids.append(int(logits.argmax()))
-        if token_ids[-1] in ends:
-            return token_ids, True
-        if len(token_ids) == max_tokens:
-            return token_ids, False
-        logits = engine.decode_step(token_ids[-1], fused)
+    return measures.answer(engine, request, configuration.asked)
 
 
 def compare(item: Item, request: Request, found: Answer, full: Answer, far: Distance | None = None) -> Record:
@@ -269,16 +229,6 @@ def is_exact(found: Answer, item: Item) -> bool:
     return found.ended and found.text == item.answer
 
 
-def kl(log_p: Tensor, log_q: Tensor) -> float:
-    """KL(p || q) in nats of log probabilities [V]; never below 0 by rounding.
-
-    >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
-    >>> round(kl(halves, quarters), 4), kl(halves, halves)
-    (0.1438, 0.0)
-    """
-    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
-
-
 def run_item(
     engine: TransformersEngine, item: Item, chosen: Sequence[Configuration], full: Answer | None = None
 ) -> tuple[dict[Configuration, Record], Answer]:
@@ -309,13 +259,13 @@ def _answer_and_reading(
     engine: TransformersEngine, request: Request, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Reading]:
     """What the configuration answers, and full prefill's answer read over its KV."""
-    prefilled = _prefill(engine, request, configuration)
+    prefilled, ttft_s = prefill(engine, request, configuration.asked)
     seen = read(engine, request.prompt, prefilled.fused, full.token_ids)
     # Where every token of that answer is the most likely one, greedy decoding would give just it.
-    if seen.log_probs.argmax(-1).tolist() == [*full.token_ids]:
-        log_probs = prefilled.logits.double().log_softmax(-1)
-        return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused), seen
-    return _answer(engine, request, prefilled), seen
+    if seen.log_probs.argmax(-1).tolist() != [*full.token_ids]:
+        return decoded(engine, request, prefilled, ttft_s), seen
+    log_probs = prefilled.logits.double().log_softmax(-1)
+    return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused), seen
 
 
 def _measure(item: Item, request: Request, found: Answer, seen: Reading, full: Answer, expected: Reading) -> Record:

@@ -1,17 +1,17 @@
-"""Tables of `bench quality` for people. Knows results and their rows; nothing of how they came about."""
+"""Tables of the study for people. Knows results and their rows; nothing of how they came about."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ragblend.bench.quality.pairs import Difference
-from ragblend.bench.quality.runs import FULL, REUSE, STORY_LAYERS, Configuration, Row, total_row
+from benchmarks.demo_quality.pairs import Difference
+from benchmarks.demo_quality.runs import FULL, REUSE, STORY_LAYERS, Configuration, Row, total_row
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, find_rule
 
 if TYPE_CHECKING:
-    from ragblend.bench.quality.retrieval import CorpusResult
-    from ragblend.bench.quality.study import LengthResult, OrderResult, QualityResult, Unmet
+    from benchmarks.demo_quality.retrieval import CorpusResult
+    from benchmarks.demo_quality.study import LengthResult, OrderResult, QualityResult, Unmet
 
 
 def stories_table(result: QualityResult) -> list[str]:

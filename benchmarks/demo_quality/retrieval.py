@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ragblend.bench.common.hardware import card_lines, hardware_card
-from ragblend.bench.quality.runs import (
+from benchmarks.demo_quality.runs import (
     FULL,
     STORY_LAYERS,
     Configuration,
@@ -30,7 +29,8 @@ from ragblend.bench.quality.runs import (
     rows_of,
     run_item,
 )
-from ragblend.bench.quality.tables import corpus_table
+from benchmarks.demo_quality.tables import corpus_table
+from ragblend.bench.common.hardware import card_lines, hardware_card
 from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, check_ratio, find_rule
 from ragblend.engine.hf.engine import TransformersEngine
@@ -104,7 +104,7 @@ class CorpusConfig:
     @property
     def command_line(self) -> str:
         """The command that measures this again."""
-        words = ["ragblend", "bench", "quality", "--model", self.model, "--corpus", str(self.corpus)]
+        words = ["python", "-m", "benchmarks.demo_quality", "--model", self.model, "--corpus", str(self.corpus)]
         words += ["--num-questions", str(self.num_questions), "-k", str(self.k), "--neighbours", str(self.neighbours)]
         words += ["--chunk-size", str(self.chunk_size), *(["--embedder", self.embedder] if self.embedder else [])]
         words += ["--neighbour-kv"] if self.neighbour_kv else []
@@ -373,7 +373,7 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
 
 
 def bench_corpus(config: CorpusConfig, echo: Callable[[str], None], progress: Progress | None) -> dict[str, Any]:
-    """`ragblend bench quality --corpus`: card and tables to `echo`; returns the JSON object."""
+    """`benchmarks.demo_quality --corpus`: card and tables to `echo`; returns the JSON object."""
     result = run_corpus(config, progress)
     for line in (*card_lines(result.hardware), "", *corpus_table(result)):
         echo(line)

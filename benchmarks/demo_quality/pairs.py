@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ragblend.bench.quality.runs import Configuration, Record, kinds_of
+from benchmarks.demo_quality.runs import Configuration, Record, kinds_of
 from ragblend.intervals import mean_interval
 
 GROUPS = ("all", "multi_hop", "references")

@@ -1,0 +1,91 @@
+"""`ragblend ingest | precompute | remove`: documents come and go. Parse, call one function, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragblend.cli.options import DocumentArgument, JsonOption, takes
+from ragblend.cli.printing import count_of, err, print_ingest, print_result, progress_bars
+from ragblend.cli.session import embedder_name, open_engine, open_index_of, wait_for_remote
+from ragblend.config import Settings
+
+EXIT_PARTIAL = 6
+
+
+@takes(
+    "model backend index store remote chunk_size neighbour_kv embedder system namespace dtype kv_dtype device "
+    "trust_remote_code"
+)
+def ingest(
+    settings: Settings,
+    paths: Annotated[list[str], typer.Argument(help="Files or folders: txt, md, html, csv, json, jsonl, pdf.")],
+    glob: Annotated[str, typer.Option("--glob", help="Only files in folders that match.")] = "*",
+    keep_missing: Annotated[
+        bool, typer.Option("--keep-missing", help="Drop nothing: keep documents whose files or records are gone.")
+    ] = False,
+    precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
+    json_: JsonOption = False,
+) -> None:
+    """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
+
+    Run again later, it follows: edited documents are replaced, those whose file or record is gone are dropped.
+    """
+    from ragblend.precompute import ingest as run
+
+    with open_engine(settings, new_model=True) as engine, progress_bars() as progress:
+        report = run(
+            list(paths),
+            engine,
+            settings.index,
+            chunk_size=settings.chunk_size,
+            glob=glob,
+            precompute=precompute,
+            keep_missing=keep_missing,
+            neighbour_kv=settings.neighbour_kv,
+            max_file_mib=settings.max_file_mib,
+            embedder=embedder_name(settings),
+            progress=progress,
+            say=err.print,
+        )
+        wait_for_remote(engine, progress)
+    print_ingest(report, settings, json_)
+    if report.failures:
+        raise typer.Exit(EXIT_PARTIAL)
+
+
+@takes("model backend index store remote neighbour_kv system namespace dtype kv_dtype device trust_remote_code")
+def precompute(settings: Settings, kv_dtype: str | None = None, json_: JsonOption = False) -> None:
+    """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
+
+    --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
+    """
+    from ragblend.precompute import disk_bytes, precompute_chunks, with_neighbours
+
+    with (
+        open_engine(settings, new_model=True) as engine,
+        open_index_of(settings, engine) as opened,
+        progress_bars() as progress,
+    ):
+        chunks, rewrite = list(opened.chunks()), kv_dtype is not None
+        chunks = with_neighbours(chunks) if settings.neighbour_kv else chunks
+        report = precompute_chunks(chunks, engine, progress, say=err.print, rewrite=rewrite)
+        report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
+        report.store_bytes = disk_bytes(engine)
+        wait_for_remote(engine, progress)
+    print_ingest(report, settings, json_)
+
+
+@takes("model backend index store remote system namespace dtype")
+def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
+    """Forget documents: chunks, pins, and KV and texts that no other document has. What is still there comes back with
+    the next `ingest` of its folder. Killed, or with the remote tier down (exit 5), the same command does the rest."""
+    from ragblend.precompute import find_documents, remove_documents
+
+    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+        sources = find_documents(document, opened, gone=True)
+        num_chunks, num_kv = remove_documents(sources, engine, opened)
+    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
+    text = f"{document}: {count_of(sources, 'document')}, {num_chunks} chunks and {num_kv} KV caches removed"
+    print_result(facts, text, json_)

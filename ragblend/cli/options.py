@@ -1,0 +1,135 @@
+"""Flags: those that are settings, made from `Settings`, and how the others are read.
+
+`@takes("model store k")` gives a command the flags of those settings and calls it with what follows from them. A flag
+has the name, the type and the help of its field, and no default: what is not given is said elsewhere (see `config`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.cli.session import settings_for_demo, settings_from
+from ragblend.config import Settings, setting_type
+from ragblend.errors import UsageError
+from ragblend.options import RATIO, Option
+
+Command = Callable[..., None]
+
+
+def takes(names: str, *, demo: str = "") -> Callable[[Command], Command]:
+    """Flags for the settings `names`, between a command's own arguments and options; it is called with `settings`.
+
+    A parameter of its own that is named like a setting sets it as well; one that is named like a flag is handed what
+    was given. `demo`: help of a flag `--demo`, which puts the demo's settings behind those that are given.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["settings"]
+        flags = {name: Annotated[_type(name), flag(name)] for name in names.split()}
+        arguments = [each for each in own.values() if each.default is Parameter.empty and each.name not in flags]
+        found = [
+            *arguments,
+            *(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=each) for name, each in flags.items()),
+            *(each for each in own.values() if each not in arguments and each.name not in flags),
+        ]
+        if demo:
+            kind = Annotated[bool, typer.Option("--demo", help=demo)]
+            found.append(Parameter("demo", Parameter.KEYWORD_ONLY, default=False, annotation=kind))
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
+            settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
+            command(settings=settings, **{name: value for name, value in given.items() if name in own})
+
+        run.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in found])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in found}
+        return run
+
+    return decorate
+
+
+def flag(name: str) -> Any:
+    """The typer option of a setting."""
+    known: Option = Settings.__dataclass_fields__[name].metadata["option"]
+    more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
+    return typer.Option(known.flag or f"--{name.replace('_', '-')}", help=known.help, **more)
+
+
+def _type(name: str) -> Any:
+    """The type of a setting's flag, None included; Any for a number that may also be a name."""
+    kind, names = setting_type(name)
+    return Any if names and kind is not str else kind | None
+
+
+def parse_ratio(text: str) -> float | str:
+    """A share, or "auto"; raises UsageError for anything else."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no share; choose {RATIO.choose}") from error
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+DocumentArgument = Annotated[str, typer.Argument(help="A file, a folder, or a record (data.jsonl#3).")]
+ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
+VllmOptions = Annotated[
+    str | None,
+    typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
+]
+# For commands that name their flags one by one.
+BackendOption = Annotated[str | None, flag("backend")]
+DeviceOption = Annotated[str | None, flag("device")]
+DtypeOption = Annotated[str | None, flag("dtype")]
+EmbedderOption = Annotated[str | None, flag("embedder")]
+IndexOption = Annotated[str | None, flag("index")]
+KOption = Annotated[int | None, flag("k")]
+ModelOption = Annotated[str | None, flag("model")]
+NamespaceOption = Annotated[str | None, flag("namespace")]
+NeighbourKvOption = Annotated[bool | None, flag("neighbour_kv")]
+NeighboursOption = Annotated[int | None, flag("neighbours")]
+OrderOption = Annotated[str | None, flag("order")]
+RemoteCodeOption = Annotated[bool | None, flag("trust_remote_code")]
+RemoteOption = Annotated[str | None, flag("remote")]
+StoreOption = Annotated[str | None, flag("store")]
+SystemOption = Annotated[str | None, flag("system")]
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a comma-separated option."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_numbers(text: str) -> list[float]:
+    """The numbers in a comma-separated option."""
+    try:
+        return [float(name) for name in split_names(text)]
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a list of numbers; write them like 0,0.15,1") from error
+
+
+def split_counts(text: str) -> list[int]:
+    """The whole numbers in a comma-separated option."""
+    numbers = split_numbers(text)
+    if any(number % 1 for number in numbers):
+        raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
+    return [int(number) for number in numbers]
+
+
+def json_object(text: str | None, option: str) -> dict[str, Any]:
+    """An option's JSON object; None is an empty one. Raises UsageError for anything else."""
+    try:
+        values = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise UsageError(f"{option} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{option} is {text}; give an object, such as '{{\"enforce_eager\": false}}'")
+    return values

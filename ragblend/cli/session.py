@@ -1,0 +1,139 @@
+"""What a command opens: the engine and the index that its settings name, the chunks of a question.
+
+Importing this loads neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.cli.printing import progress_bars
+from ragblend.config import Settings, load_settings
+from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ragblend.engine.api import Engine
+    from ragblend.index import ChunkIndex, SearchHit
+
+
+def settings_from(arguments: dict[str, Any]) -> Settings:
+    """Settings from a command's arguments, the environment and ragblend.toml."""
+    quiet_libraries()
+    return load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+
+
+def settings_for_demo(arguments: dict[str, Any]) -> Settings:
+    """Settings from a command's arguments and, where these say nothing, the demo's: its corpus is ingested first."""
+    one_thread()
+    quiet_libraries()
+    from ragblend.demo.show import demo_settings
+
+    with progress_bars() as progress:
+        prepared = demo_settings(progress=progress)
+    return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
+
+
+def one_thread() -> None:
+    """The embedded model is too small to share: on a busy machine two threads wait for each other at every step."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def use_threads(count: int | None) -> None:
+    """Tell every library that computes, before it is imported, how many CPU threads to use; None leaves it alone."""
+    if count is not None and count > 0:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' bars and advice out of the way before they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
+    """The engine that the settings name. Raises NotFoundError without a store, unless `new_model` may start one."""
+    from ragblend.engine.load import load_engine
+
+    if not new_model and not settings.is_served and not Path(settings.store).is_dir():
+        raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
+    return load_engine(
+        settings.model,
+        settings.store,
+        backend=settings.backend,
+        dtype=settings.dtype,
+        device=settings.device,
+        system=settings.system,
+        namespace=settings.namespace,
+        shadow=settings.shadow,
+        new_model=new_model,
+        trust_remote_code=settings.trust_remote_code,
+        **settings.tiers,
+    )
+
+
+def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
+    """The index that the settings name, checked against the engine's tokenizer."""
+    from ragblend.engine.base import EngineBase
+    from ragblend.precompute import open_engine_index
+
+    index = open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+    if isinstance(engine, EngineBase) and settings.index != Settings().index:
+        engine.notices.flags += f" --index {shlex.quote(settings.index)}"
+    calibrations = getattr(engine, "calibrations", None)
+    if calibrations is not None:
+        calibrations.chunker = index.manifest.chunker  # of several calibrations the one of this index
+    return index
+
+
+def embedder_name(settings: Settings) -> str | None:
+    """The embedder to insist on; None for the index's own."""
+    return None if settings.embedder == "auto" else settings.embedder
+
+
+def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
+    """Whether the remote tier answers, what it holds, and how many of the local keys it lacks; None without one."""
+    if settings.remote is None:
+        return None
+    from ragblend.engine.store.remote.tier import open_remote
+
+    tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
+    status = tier.status()
+    sizes = dict(tier.values.sizes()) if status.reachable else {}
+    tier.close()
+    return {
+        "url": status.url,
+        "reachable": status.reachable,
+        "latency_s": status.latency_s,
+        "problem": status.problem,
+        "num_stored_chunks": len(sizes),
+        "store_bytes": sum(sizes.values()),
+        "num_missing": sum(key not in sizes for key in local_keys) if status.reachable else None,
+    }
+
+
+def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
+    """Until the remote tier has everything that was stored, or stops answering. Closing alone waits a few seconds."""
+    from ragblend.engine.store.remote.tier import RemoteStore
+    from ragblend.engine.store.tiered import tiers_of
+
+    for tier in tiers_of(engine.store):
+        if isinstance(tier, RemoteStore):
+            total = tier.num_waiting
+            while not tier.flush(0.2) and tier.breaker.is_closed:
+                progress("send", total - tier.num_waiting, total)
+
+
+def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
+    """The chunks a question retrieves; a clear error for an empty question or an empty index."""
+    if not question.strip():
+        raise UsageError("the question is empty; write what you want to know")
+    if not index.num_chunks:
+        raise EmptyCorpusError(f"the index {settings.index} is empty; add documents: ragblend ingest DOCS")
+    order: Any = settings.order
+    return index.search(question, settings.k, neighbours=settings.neighbours, order=order)
