@@ -78,15 +78,11 @@ class BlendReport:
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> BlendReport:
         """The report that `as_dict` gave, maybe of another version: fields that this one does not know are left out."""
-        chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in told.get("chunks", ())]
-        shadow = told.get("shadow")
-        return cls(
-            **{
-                **_known(cls, told),
-                "chunks": chunks,
-                "shadow": ShadowReport(**_known(ShadowReport, shadow)) if shadow else None,
-            }
-        )
+        report = cls(**_known(cls, told))
+        report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in told.get("chunks", ())]
+        if shadow := told.get("shadow"):
+            report.shadow = ShadowReport(**_known(ShadowReport, shadow))
+        return report
 
     def summary(self) -> str:
         """One line for people: what was reused and what it cost."""

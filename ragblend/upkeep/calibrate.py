@@ -312,12 +312,11 @@ def fit_all(curves: Mapping[Setting, Curve], target: float) -> tuple[Fit, ...]:
 
     Where two take the same, the first of `curves` counts.
     """
-    fits = sorted((fit(setting, curve, target) for setting, curve in curves.items()), key=_cost)
-    return tuple({found.rule: found for found in reversed(fits)}[rule] for rule in dict.fromkeys(f.rule for f in fits))
-
-
-def _cost(found: Fit) -> float:
-    return found.point.charged_budget
+    best: dict[str, Fit] = {}
+    fits = (fit(setting, curve, target) for setting, curve in curves.items())
+    for found in sorted(fits, key=lambda each: each.point.charged_budget):
+        best.setdefault(found.rule, found)
+    return tuple(best.values())
 
 
 # -- checks at the door

@@ -159,14 +159,14 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     from ragblend.engine.vllm import worker as vllm_worker
 
     selections: list[list[int]] = []
-    count = vllm_worker._count
+    note_fused = vllm_worker.note_fused
 
-    def recording(report: Any, job: Any, plan: Any, result: Any) -> None:
+    def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
         selections.append(result.recomputed.tolist())
-        count(report, job, plan, result)
+        note_fused(report, starts, stored, plan, result)
 
-    vllm_worker._count = recording
+    vllm_worker.note_fused = recording
     try:
         yield selections
     finally:
-        vllm_worker._count = count
+        vllm_worker.note_fused = note_fused

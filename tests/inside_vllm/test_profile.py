@@ -48,4 +48,4 @@ def test_vllm_is_profiled_and_planned_with(
         with pytest.raises(NotFoundError, match="ragblend profile"):
             find_profile(other, {"tensor_parallel_size": 2} if other.backend == "vllm" else None)
     assert run_command("plan", "--storage", "disk::0.08", *place) == 0
-    assert json.loads(capsys.readouterr().out)["options"][0]["device"] == "disk"
+    assert json.loads(capsys.readouterr().out)["options"][0]["storage"] == "disk"

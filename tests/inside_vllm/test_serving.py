@@ -24,7 +24,7 @@ from harness import (
 )
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.layers import PagedKV
+from ragblend.engine.vllm.paged import PagedKV
 
 PREFIX = random_ids(5, 1)
 STORED = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]

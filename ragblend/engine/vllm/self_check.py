@@ -16,7 +16,8 @@ from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, Check
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
 from ragblend.engine.store.kv import KVHeader, dtype_name
-from ragblend.engine.vllm.layers import PagedKV, PagedSource, VllmLayers
+from ragblend.engine.vllm.layers import VllmLayers
+from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import UnsupportedModelError
 
 
