@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import (
-    EmbedderOption,
-    JsonOption,
-    KOption,
-    ModelOption,
-    NeighbourKvOption,
-    NeighboursOption,
-    split_names,
-    split_numbers,
-)
+from ragblend.cli.options import JsonOption, flag, split_names, split_numbers
 from ragblend.cli.printing import err, out, print_json, progress_bars
 from ragblend.cli.session import one_thread, quiet_libraries
 
@@ -25,7 +16,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def main(
-    model: ModelOption = None,
+    model: Annotated[str | None, flag("model")] = None,
     num_questions: Annotated[
         int | None,
         typer.Option("--num-questions", "--questions", help="Equally many of each kind, 210; with --corpus 200."),
@@ -65,11 +56,11 @@ def main(
     corpus: Annotated[
         Path | None, typer.Option("--corpus", help="Measure this corpus end to end instead, retrieval included.")
     ] = None,
-    k: KOption = None,
-    neighbours: NeighboursOption = None,
+    k: Annotated[int | None, flag("k")] = None,
+    neighbours: Annotated[int | None, flag("neighbours")] = None,
     chunk_size: Annotated[int, typer.Option("--chunk-size", help="Most tokens per chunk of the corpus.")] = 112,
-    neighbour_kv: NeighbourKvOption = None,
-    embedder: EmbedderOption = None,
+    neighbour_kv: Annotated[bool | None, flag("neighbour_kv")] = None,
+    embedder: Annotated[str | None, flag("embedder")] = None,
     out_: Annotated[
         Path | None, typer.Option("--out", help="JSON file, data/results/quality[-corpus].json; - for stdout.")
     ] = None,

@@ -10,26 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import (
-    DeviceOption,
-    DtypeOption,
-    EmbedderOption,
-    IndexOption,
-    JsonOption,
-    KOption,
-    ModelOption,
-    NamespaceOption,
-    NeighboursOption,
-    OrderOption,
-    RemoteCodeOption,
-    RemoteOption,
-    StoreOption,
-    SystemOption,
-    split_names,
-    split_numbers,
-)
+from ragblend.cli.options import JsonOption, split_names, split_numbers, takes
 from ragblend.cli.printing import err, print_result, progress_bars
-from ragblend.cli.session import open_engine, open_index_of, settings_for_demo, settings_from
+from ragblend.cli.session import open_engine, open_index_of
+from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
 from ragblend.redaction import redacted
 
@@ -42,11 +26,12 @@ calibrate_app = typer.Typer()
 
 
 @calibrate_app.command()
+@takes(
+    "model index store remote k neighbours order embedder system namespace dtype device trust_remote_code",
+    demo="On the demo's corpus; nothing else is needed.",
+)
 def calibrate(
-    model: ModelOption = None,
-    index: IndexOption = None,
-    store: StoreOption = None,
-    remote: RemoteOption = None,
+    settings: Settings,
     questions: Annotated[
         Path | None, typer.Option("--questions", help="One question per line; without it they are made of the chunks.")
     ] = None,
@@ -60,23 +45,12 @@ def calibrate(
         str | None, typer.Option("--check-layers", help="Layers to read them at, in the model's first half; 1,2,4.")
     ] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Shares to measure besides 0 and 1.")] = None,
-    k: KOption = None,
-    neighbours: NeighboursOption = None,
-    order: OrderOption = None,
-    embedder: EmbedderOption = None,
-    system: SystemOption = None,
-    namespace: NamespaceOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: RemoteCodeOption = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the calibration in the store.")] = True,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve, FILE.png.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Which questions, and their order.")] = 0,
-    demo: Annotated[bool, typer.Option("--demo", help="On the demo's corpus; nothing else is needed.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it."""
-    settings = settings_for_demo(locals()) if demo else settings_from(locals())
     if settings.is_served:
         raise UsageError(
             f"{redacted(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "

@@ -85,22 +85,6 @@ VllmOptions = Annotated[
     str | None,
     typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),
 ]
-# For commands that name their flags one by one.
-BackendOption = Annotated[str | None, flag("backend")]
-DeviceOption = Annotated[str | None, flag("device")]
-DtypeOption = Annotated[str | None, flag("dtype")]
-EmbedderOption = Annotated[str | None, flag("embedder")]
-IndexOption = Annotated[str | None, flag("index")]
-KOption = Annotated[int | None, flag("k")]
-ModelOption = Annotated[str | None, flag("model")]
-NamespaceOption = Annotated[str | None, flag("namespace")]
-NeighbourKvOption = Annotated[bool | None, flag("neighbour_kv")]
-NeighboursOption = Annotated[int | None, flag("neighbours")]
-OrderOption = Annotated[str | None, flag("order")]
-RemoteCodeOption = Annotated[bool | None, flag("trust_remote_code")]
-RemoteOption = Annotated[str | None, flag("remote")]
-StoreOption = Annotated[str | None, flag("store")]
-SystemOption = Annotated[str | None, flag("system")]
 
 
 def split_names(text: str) -> list[str]:

@@ -9,21 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import (
-    BackendOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    RemoteCodeOption,
-    RemoteOption,
-    StoreOption,
-    VllmOptions,
-    json_object,
-)
+from ragblend.cli.options import JsonOption, VllmOptions, json_object, takes
 from ragblend.cli.printing import err, print_result
-from ragblend.cli.session import open_engine, quiet_libraries, settings_from, use_threads
-from ragblend.config import Settings, load_settings
+from ragblend.cli.session import open_engine, use_threads
+from ragblend.config import Settings
 from ragblend.errors import UsageError
 from ragblend.redaction import redacted
 
@@ -42,19 +31,14 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
+@takes("model store remote backend dtype device trust_remote_code")
 def profile(
-    model: ModelOption = None,
-    store: StoreOption = None,
-    remote: RemoteOption = None,
+    settings: Settings,
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
-    backend: BackendOption = None,
     vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found.
@@ -62,7 +46,6 @@ def profile(
     With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times.
     """
     use_threads(threads)
-    settings = settings_from(locals())
     _bind_threads(settings, threads)
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.tuning.machine import write_profile
@@ -81,15 +64,15 @@ def profile(
     print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
 
 
+@takes("model store backend dtype device trust_remote_code")
 def plan(
+    settings: Settings,
     storage: Annotated[
         list[str],
         typer.Option(
             "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
         ),
     ],
-    model: ModelOption = None,
-    store: StoreOption = None,
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[float, typer.Option("--ratio", help="The least ratio that answers well.")] = 0.15,
@@ -97,19 +80,12 @@ def plan(
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
     ] = None,
-    backend: BackendOption = None,
     vllm_options: VllmOptions = None,
     threads: ThreadsOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: RemoteCodeOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
     use_threads(threads)
-    quiet_libraries()
-    named = {"model": model, "store": store, "backend": backend, "dtype": dtype, "device": device}
-    settings = load_settings({**named, "trust_remote_code": trust_remote_code})
     _bind_threads(settings, threads)
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.engine.tuning.pipeline import Need, parse_storage
