@@ -1,0 +1,42 @@
+"""What docs/structure.md shows is drawn from the package, and a request's way through it does not grow unseen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.structure.draw import draw, floors, imports, size
+from tools.structure.walk import blended_call
+
+ROOT = Path(__file__).parents[2]
+MOST_FILES, MOST_FUNCTIONS = 40, 250
+
+
+def test_a_blended_call_passes_no_more_rooms_than_the_page_says() -> None:
+    seen = blended_call()
+    assert {"llm.py", "engine/hf/blend.py", "engine/fusion/fuse.py"} <= set(seen)
+    assert len(seen) <= MOST_FILES
+    assert sum(map(len, seen.values())) <= MOST_FUNCTIONS
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    for page in ("docs/structure.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for name in re.findall(r"`(?:ragblend/)?((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)(?::[^`]*)?`", text):
+            assert list(ROOT.glob(f"**/{name}")), f"{page} names {name}"
+
+
+@pytest.mark.parametrize("container", ["ragblend", "ragblend.engine"])
+def test_the_house_is_drawn_as_the_contracts_and_imports_say(container: str) -> None:
+    rows = floors(container)
+    rooms = [room for row in rows for room in row]
+    level = {room: number for number, row in enumerate(rows) for room in row}
+    assert all(level[room] < level[other] for room, used in imports(rooms).items() for other in used)
+    assert all(lines > 5 for _, lines in map(size, rooms))
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    draw(tmp_path / "house.png")
+    assert (tmp_path / "house.png").stat().st_size > 10_000
