@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-vllm test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-fast test-vllm test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM brings its own pins, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo check test test-vllm test-real real-model lint test-faults notebooks clean
+.PHONY: demo check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -28,6 +28,9 @@ check: lint  ## style, types, floors of imports, secrets in the source
 
 test: $(STAMP) lint  ## everything that must hold, small fault counts
 	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)  ## a minute and a half: what most changes break
+	$(BIN)/python -m pytest -m 'not slow and not real_model'
 
 lint: $(STAMP)
 	$(BIN)/ruff check

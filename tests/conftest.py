@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -46,8 +47,24 @@ transformers_logging.disable_progress_bar()
 settings.register_profile("ragblend", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ragblend")
 
+# Left out by `make test-fast`: servers, killed processes, whole corpora, commands. Elsewhere a test is marked itself.
+SLOW = (
+    "faults", "integration", "bench", "benchmarks", "tools", "cli", "test_notebooks.py", "upkeep/test_trust.py",
+    "upkeep/test_calibrate.py", "engine/store/test_remote.py", "engine/store/test_remote_bounds.py",
+    "engine/beside_vllm/test_vllm_client.py",
+)  # fmt: skip
+
 VOCABULARY = 300
 COUNTED = "counted"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what stands in SLOW."""
+    here = Path(__file__).parent
+    for item in items:
+        place = item.path.relative_to(here) if item.path.is_relative_to(here) else item.path
+        if any(place == Path(name) or Path(name) in place.parents for name in SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

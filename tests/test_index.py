@@ -301,6 +301,7 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
         assert index.check() == []
 
 
+@pytest.mark.slow
 @given(position=st.floats(0, 1, exclude_max=True), name=st.sampled_from([DATABASE, VECTORS, MANIFEST]))
 @settings(max_examples=60, deadline=None)
 def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_factory, position, name):

@@ -391,6 +391,7 @@ def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any,
     assert rebuilt(model).engine is not model.engine
 
 
+@pytest.mark.slow
 def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
     chat = ChatBlend(store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
     precompute_and_register([A, B], chat)
@@ -403,6 +404,7 @@ def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
     chat.engine.close()
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: Path) -> None:
     code = (
         "import os, sys; from ragblend.llm import ChatBlend\n"
@@ -425,6 +427,7 @@ def test_a_forked_process_is_told_to_load_its_own_instead_of_hanging(tmp_path: P
     assert re.search(r"loaded before this process was forked.*get_context\('spawn'\)\nFalse", shown)
 
 
+@pytest.mark.slow
 def test_a_process_forked_during_requests_is_told_so_in_every_call_and_hangs_in_none(tmp_path: Path) -> None:
     """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
     code = """if True:
@@ -829,6 +832,7 @@ def test_texts_ingested_through_one_model_are_known_to_the_other(tmp_path: Path)
     chat.engine.close()
 
 
+@pytest.mark.slow
 def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path: Path) -> None:
     code = (
         "import sys; from ragblend import load_engine; from ragblend.llm import ChatBlend\n"

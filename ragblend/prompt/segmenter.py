@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from ragblend.errors import RagblendError
 from ragblend.prompt.formats import DeclaredFormat, PromptFormat, Template, is_markup
@@ -333,6 +334,7 @@ class TextStream:
 
     def __init__(self, segmenter: Segmenter) -> None:
         self._segmenter = segmenter
+        self._steps = DecodeStream(skip_special_tokens=True)
         self._last: list[int] = []  # the ids of the last text given out
         self._held: list[int] = []  # those behind them
         self._begun = False
@@ -340,9 +342,18 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; may be empty."""
         self._held.append(token_id)
-        text = self._held_text()
-        unfinished = text.endswith("\ufffd") and len(self._held) < _CHARACTER_TOKENS
-        return "" if unfinished else self._shown(text)
+        backend = self._segmenter.backend
+        if backend is None:
+            text = self._held_text()
+            text = "" if text.endswith("\ufffd") and len(self._held) < _CHARACTER_TOKENS else text
+        else:
+            try:
+                text = self._steps.step(backend, token_id) or ""
+            # tokenizers has no class for it: bytes that a random model made undo an earlier character.
+            except Exception:
+                self._steps = DecodeStream(skip_special_tokens=True)
+                text = self._held_text()
+        return self._shown(text)
 
     def flush(self) -> str:
         """What is still held back at the end of the answer: an unfinished character, shown as U+FFFD."""

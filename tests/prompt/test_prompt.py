@@ -189,6 +189,7 @@ def test_a_prompt_has_the_templates_control_tokens_and_no_others(name, attack, s
     assert text_of(segmenter, attacked.token_ids).count(evil) == 6
 
 
+@pytest.mark.slow
 def test_thousands_of_control_tokens_in_a_text_are_cut(make_tokenizer):
     """Llama 3 reserves 250, multimodal models more; a text may hold each of them many times."""
     tokenizer = make_tokenizer()
