@@ -30,7 +30,7 @@ test: $(STAMP) lint  ## everything that must hold, small fault counts
 	$(BIN)/python -m pytest
 
 test-fast: $(STAMP)  ## a minute and a half: what most changes break
-	$(BIN)/python -m pytest -m 'not slow and not real_model'
+	$(BIN)/python -m pytest -m 'not slow and not real_model' --hypothesis-profile=fast
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -45,13 +45,15 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 # A deadline fails slow machines, not wrong code.
 settings.register_profile("ragblend", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("ragblend"), max_examples=15)  # `make test-fast`
 settings.load_profile("ragblend")
 
 # Left out by `make test-fast`: servers, killed processes, whole corpora, commands. Elsewhere a test is marked itself.
 SLOW = (
-    "faults", "integration", "bench", "benchmarks", "tools", "cli", "test_notebooks.py", "upkeep/test_trust.py",
-    "upkeep/test_calibrate.py", "engine/store/test_remote.py", "engine/store/test_remote_bounds.py",
-    "engine/beside_vllm/test_vllm_client.py",
+    "faults", "ingestion", "integration", "bench", "benchmarks", "tools", "cli", "upkeep", "test_notebooks.py",
+    "test_limits.py", "engine/store/test_disk.py", "engine/store/test_kv_dtypes.py", "engine/store/test_remote.py",
+    "engine/store/test_remote_bounds.py", "engine/store/test_write_queue.py", "engine/beside_vllm/test_vllm_client.py",
+    "engine/beside_vllm/test_vllm_remote.py",
 )  # fmt: skip
 
 VOCABULARY = 300
