@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class KnownTexts(Protocol):
-    """Texts of ingested chunks; `registry.ChunkRegistry` is one."""
+    """Texts of ingested chunks; `corpus.texts.ChunkRegistry` is one."""
 
     def __contains__(self, text: object) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""bench dtypes: every store in every mode, the bytes of the files, and a KL that vanishes where nothing was rounded."""
+"""Studies of KV dtypes: every store in every mode, the files' bytes, a KL that vanishes where nothing was rounded."""
 
 from __future__ import annotations
 
