@@ -144,18 +144,22 @@ class Reference:
         avoid: Sequence[int] = (),
         read: Sequence[int] = (1,),
         question: int | None = None,
+        told: Sequence[int] | None = None,
+        carry: float = 0.0,
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
         `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
         stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
-        or behind the last stored token.
+        or behind the last stored token. `told`: the tokens to recompute are these, nothing is measured. `carry`: from
+        layer 1 on the others' stored KV moves by this share of the mean that those have moved, keys before RoPE.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
         heads = self.project(0, self.decoder.embed_tokens(torch.tensor(ids[:1])))[1].shape[1]
         keys = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
         values = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
+        before_rope = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
         candidates, computed, start = set(), set(), 0
         for span in spans:
             place = list(range(start, start + len(span.ids)))
@@ -164,13 +168,14 @@ class Reference:
                 computed.update(place)
                 continue
             for layer, (k, v) in enumerate(self.alone(span.behind, span.ids)):
-                keys[layer][place], values[layer][place] = self.rope(k, place), v
+                before_rope[layer][place], values[layer][place] = k, v
+                keys[layer][place] = self.rope(k, place)
             if not span.exact:
                 candidates.update(place)
         last = len(ids) - 1  # always computed: its logits are the answer
         candidates.discard(last)
         computed.add(last)
-        if not any(shares.values()):
+        if told is None and not any(shares.values()):
             candidates = set()
 
         attention: dict[int, float] = {}
@@ -189,12 +194,20 @@ class Reference:
             order = sorted(candidates, key=lambda position: (position in avoid, -attention[position]))
             candidates = set(order[:count])
 
+        kept = [] if told is None else sorted(candidates.difference(told))
+        candidates = candidates if told is None else set(told)
         running = sorted(candidates | computed)
         hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])
         for layer in range(self.num_layers):
             q, k, v = self.project(layer, hidden)
+            if carry and layer and candidates and kept:
+                there = sorted(candidates)
+                rows = [running.index(position) for position in there]
+                moved = carry * (k[rows] - before_rope[layer][there]).mean(0)
+                keys[layer][kept] = self.rope(before_rope[layer][kept] + moved, kept)
+                values[layer][kept] += carry * (v[rows] - values[layer][there]).mean(0)
             q, k = self.rope(q, running), self.rope(k, running)
-            if layer in shares and shares[layer] < 1:
+            if layer in shares and shares[layer] < 1 and told is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
                 drift = {
                     position: float((fresh[row] - stored[position]).pow(2).sum())

@@ -9,6 +9,8 @@ import torch
 from reference import Blended, Reference, Span
 from torch import Tensor
 
+from ragblend.engine.fusion.rules import RULES
+
 
 class Continued(Reference):
     """`blended` a prompt, then `logprobs` of any continuation: vLLM's tokens are forced, its probabilities compared."""
@@ -38,7 +40,9 @@ class Continued(Reference):
 
         `repair` asks at `layer`: the question starts at `question`, template tokens `avoid` are chosen last.
         """
-        if rule == "first_k":
+        if rule == "ask":
+            result = self.blend(parts, {}, told=selected, carry=RULES[rule].carry)
+        elif rule == "first_k":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
         elif rule == "repair":
             result = self.blend(parts, {layer: ratio}, rule, min(0.6, 12 * ratio), avoid, [layer], question)

@@ -50,7 +50,8 @@ def fuse(
     check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
     KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
-    therefore full prefill.
+    therefore full prefill. A rule that carries has the candidates that are kept take on, before anybody attends to
+    them, its share of how far the recomputed ones have moved on average.
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
@@ -78,6 +79,8 @@ def fuse_steps(
             hidden, active = hidden[kept], active[kept]
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
+        if plan.rule.carry and layer > 0:
+            measured += _carry(model, plan, layers, layer, hidden, active, known) * model.kv_share
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:
             hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
@@ -106,6 +109,15 @@ def fuse_steps(
     )
 
 
+class _Moved(NamedTuple):
+    """Who tells how far candidates move, and who is moved by it."""
+
+    active: Tensor  # the rows that run, of which
+    places: Tensor  # these indices are candidates: they tell
+    rows: Tensor  # where those are in the prompt
+    kept: Tensor  # [T] bool, all other candidates
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
@@ -118,6 +130,16 @@ class _Known:
     queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
     select_s: float = 0.0  # seconds at the checks
+    moved: _Moved | None = None  # of the rows that ran last
+
+    def moved_by(self, active: Tensor) -> _Moved:
+        """Of the rows `active` and the candidates that are not among them; remembered, as most layers run the same."""
+        if self.moved is None or self.moved.active is not active:
+            places = self.mask[active].nonzero().flatten()
+            kept = self.mask.clone()
+            kept[active] = False
+            self.moved = _Moved(active, places, active[places], kept)
+        return self.moved
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
@@ -284,6 +306,33 @@ def _check(
     goes_on[candidate[chosen]] = True
     known.select_s += perf_counter() - start_s
     return goes_on.nonzero().flatten(), len(rows)
+
+
+def _carry(
+    model: LayerwiseModel,
+    plan: FusePlan,
+    layers: LayerSource,
+    layer: int,
+    hidden: Tensor,
+    active: Tensor,
+    known: _Known,
+) -> int:
+    """Move the candidates that are kept as the recomputed ones among `active` have moved, and how many those are.
+
+    Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the mean
+    over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the rule's
+    share, is added to the stored KV of the others. Both engines give the same: heads are each rank's own.
+    """
+    moved = known.moved_by(active)
+    if not len(moved.rows) or not bool(moved.kept.any()):
+        return 0
+    fresh, stored = model.project_kv(layer, hidden[moved.places]), layers.stored(layer, moved.rows)
+    drift = (
+        plan.rule.carry * (new.float() - old.float()).mean(1, keepdim=True)
+        for new, old in zip(fresh, stored, strict=True)
+    )
+    layers.move(layer, moved.kept, LayerKV(*drift))
+    return len(moved.rows)
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:

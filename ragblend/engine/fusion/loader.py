@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ DEPTH = 6
 
 class _Destination(Protocol):
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
+
+
+class _Readable(_Destination, Protocol):
+    def keys(self, layer: int) -> Tensor: ...
+    def values(self, layer: int) -> Tensor: ...
 
 
 class _Placed(Protocol):
@@ -120,6 +125,8 @@ class LayerLoader:
     `first_layer`: pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], on which alone they depend. Where it
     is given, `wait(0)` calls it for the chunks that would have to be read, and the reader starts at layer 1. It still
     reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
+
+    `lift` undoes `place`; where it is given, and the destination can be read, there are `stored` and `move`.
     """
 
     def __init__(
@@ -133,11 +140,13 @@ class LayerLoader:
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
+        lift: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
         self._num_layers = num_layers
-        self._place = place
+        self._place, self._lift = place, lift
         self._destination = destination
+        self._rows = torch.empty(0, dtype=torch.int64)  # where `move` has placed: all positions up to the last chunk
         self._device = device
         self._transfer = Transfer(device)
         self._ahead = threading.Semaphore(depth)
@@ -206,6 +215,23 @@ class LayerLoader:
         self._num_waited = layer + 1
         self._released_s[layer] = perf_counter()
         self.stall_s += self._released_s[layer] - start_s
+
+    def stored(self, layer: int, rows: Tensor) -> LayerKV:
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see LayerSource."""
+        assert self._lift is not None
+        there = cast("_Readable", self._destination)
+        return LayerKV(self._lift(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
+
+    def move(self, layer: int, kept: Tensor, by: LayerKV) -> None:
+        """Add `by` [H, 1, D], keys before rotation, to the rows of that layer where `kept` [T] is true."""
+        there, count = cast("_Readable", self._destination), len(kept)
+        if len(self._rows) != count:
+            self._rows = torch.arange(count, device=kept.device)
+        keys, values = there.keys(layer)[:, :count], there.values(layer)[:, :count]
+        # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
+        turned = self._place(layer, by.keys.expand(-1, count, -1), self._rows)
+        keys += (turned * kept[:, None]).to(keys.dtype)
+        values += (by.values * kept[:, None]).to(values.dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""

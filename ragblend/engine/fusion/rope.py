@@ -33,6 +33,12 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
+def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo `rotate` with the same tables, attention scaling included; same dtype, in float32."""
+    scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 but for what scales attention
+    return rotate(states, cos / scaling, -sin / scaling)
+
+
 def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine [T, R] in float32 for `positions` [T] and `inv_freq` [R/2] (radians per token)."""
     angles = positions.float()[:, None] * inv_freq.float()[None, :]

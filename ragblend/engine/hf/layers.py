@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ragblend.engine.fusion.attention import Queries, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
-from ragblend.engine.fusion.rope import exact_context, rotate
+from ragblend.engine.fusion.rope import exact_context, rotate, unrotate
 from ragblend.engine.hf.families import family_of, rope_parameters
 from ragblend.engine.store.kv import LayerKV
 
@@ -27,7 +27,7 @@ ATTENTION = "ragblend"
 
 # Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
 # request to the next, each is as large as the rows it covers of the tables in `_rope`.
-TURNS_KEPT = 3
+TURNS_KEPT = 4
 
 
 class Packed(NamedTuple):
@@ -180,6 +180,11 @@ class TransformersLayers:
         """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
         turns = self._turns_of(rows)
         return rotate(keys, turns.cos, turns.sin)
+
+    def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
+        turns = self._turns_of(rows)
+        return unrotate(keys, turns.cos, turns.sin)
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""

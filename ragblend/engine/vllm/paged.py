@@ -78,6 +78,10 @@ class PagedKV:
             )
         self.write(layer, rows, keys, values)
 
+    def place_again(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
+        """Put pre-RoPE KV [H, R, D] in the place of what stands at `rows` [R]."""
+        self.write(layer, rows, self._layers.place_keys(layer, stored.keys, rows), stored.values)
+
     def place_all(self, placement: Placement) -> None:
         """Put every layer of one chunk in its place; the rows up to its end are valid then."""
         rows = torch.arange(placement.start, placement.end, device=self._layers.device)
@@ -98,11 +102,17 @@ class PagedSource:
     Use as a context manager; leaving it stops the reader. Layer 0 of chunks that would have to be read is computed,
     but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
     in memory another may have to read. (Several ranks have read everything before this, see `BlendWorker`.)
+
+    `again`: layers stay in host memory once they are placed, until they are moved.
     """
 
-    def __init__(self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV) -> None:
+    def __init__(
+        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, again: bool = False
+    ) -> None:
         self._paged, self._layers = paged, layers
         self._read: dict[int, list[tuple[slice, LayerKV]]] = {}
+        self._again = again
+        self._placed: dict[int, list[tuple[slice, LayerKV]]] = {}
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
@@ -144,10 +154,36 @@ class PagedSource:
         """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry."""
         self._loader.wait(layer)
         start_s = perf_counter()
-        for rows, stored in self._read.pop(layer, ()):
-            positions = torch.arange(rows.start, rows.stop, device=self._layers.device)
-            self._paged.place(layer, positions, stored)
+        read = self._read.pop(layer, [])
+        for rows, stored in read:
+            self._paged.place(layer, self._positions(rows), stored)
+        if self._again and read:
+            self._placed[layer] = read
         self._place_s += perf_counter() - start_s
+
+    def stored(self, layer: int, rows: Tensor) -> LayerKV:
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see LayerSource."""
+        places, parts = rows.cpu(), list[LayerKV]()
+        for span, kv in self._placed[layer]:
+            taken = places[(places >= span.start) & (places < span.stop)] - span.start
+            parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
+        return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
+
+    def move(self, layer: int, kept: Tensor, by: LayerKV) -> None:
+        """Place that layer once more, with `by` [H, 1, D], keys before rotation, added where `kept` [T] is true."""
+        device, start_s = self._layers.device, perf_counter()
+        for rows, stored in self._placed.pop(layer):
+            is_kept = kept[rows, None]
+            if bool(is_kept.any()):
+                moved = (
+                    (old.to(device, non_blocking=True) + drift * is_kept).to(old.dtype)
+                    for old, drift in zip(stored, by, strict=True)
+                )
+                self._paged.place_again(layer, self._positions(rows), LayerKV(*moved))
+        self._place_s += perf_counter() - start_s
+
+    def _positions(self, rows: slice) -> Tensor:
+        return torch.arange(rows.start, rows.stop, device=self._layers.device)
 
     def __enter__(self) -> PagedSource:
         self._loader.__enter__()

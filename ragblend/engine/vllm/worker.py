@@ -234,7 +234,8 @@ class BlendWorker:
             paged = self._paged(job, plan)
             try:
                 ends_s: list[float] = []
-                with PagedSource((*prefix, *plan.placements), self.layers, paged) as source:
+                placed = (*prefix, *plan.placements)
+                with PagedSource(placed, self.layers, paged, again=plan.rule.carry > 0 and job.ratio > 0) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
                         source.wait(0)  # here, because it counts like any other work between two engine steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -143,7 +143,13 @@ def blend(
         **plan_fields,
     )
     with LayerLoader(
-        plan.placements, layers.num_layers, layers.place_keys, fused, layers.device, first_layer=first_layer
+        plan.placements,
+        layers.num_layers,
+        layers.place_keys,
+        fused,
+        layers.device,
+        first_layer=first_layer,
+        lift=layers.lift_keys,
     ) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)
@@ -410,8 +416,9 @@ def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tin
 
 @pytest.mark.parametrize("family", INDEPENDENT)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers, monkeypatch):
-    """In every layer, over nothing but stale KV; and what was run ahead leaves no trace in what is fused then."""
+def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers):
+    """In every layer, over nothing but stale KV; what was run ahead leaves no trace in what is fused then, and the
+    tokens kept move as those have moved that are recomputed."""
     prompt, layers = make_prompt(26), tiny_layers(family)
     outcome = blend(layers, prompt, ratio, "ask")
     expected = attended(stock_model(family), prompt, range(layers.num_layers))
@@ -420,17 +427,37 @@ def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, 
     count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
     top = expected[first:end].topk(count).indices + first
     assert outcome.recomputed == sorted(top.tolist())
-    given = Rule("given", lambda evidence: expected[evidence.positions], needs_deviation=False)
-    monkeypatch.setitem(RULES, "given", given)
-    without = blend(layers, prompt, ratio, "given")
-    torch.testing.assert_close(outcome.logits, without.logits, atol=1e-5, rtol=0)
-    for layer in range(layers.num_layers):
-        torch.testing.assert_close(outcome.fused.keys(layer), without.fused.keys(layer), atol=1e-5, rtol=0)
-        torch.testing.assert_close(outcome.fused.values(layer), without.fused.values(layer), atol=1e-5, rtol=0)
-    rows = outcome.result.rows_per_layer
-    assert rows == [count, *[count + QUESTION] * (layers.num_layers - 1)], (
-        "the question is charged wherever it ran ahead"
+    carry = RULES["ask"].carry
+    assert 0 < carry <= 1
+    judge = Reference(stock_model(family))
+    assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, told=outcome.recomputed, carry=carry))
+    deeper = count + QUESTION + count * layers.kv_share
+    rows = [count, *[deeper] * (layers.num_layers - 1)]
+    assert outcome.result.rows_per_layer == pytest.approx(rows), (
+        "the question is charged wherever it ran ahead, and measuring how far tokens move where it is done"
     )
+
+
+@pytest.mark.parametrize("hole", [False, True])
+def test_carrying_moves_neither_what_is_exact_nor_what_is_computed(hole, tiny_layers, monkeypatch):
+    prompt, layers = make_prompt(27, (12, 20, 9, 15)), tiny_layers("qwen3")
+    if hole:
+        prompt.spans[3] = ("missing", prompt.spans[3][1])
+    outcome = blend(layers, prompt, 0.2, "ask")
+    monkeypatch.setitem(RULES, "ask", replace(RULES["ask"], carry=0.0))
+    without = blend(layers, prompt, 0.2, "ask")
+    assert outcome.recomputed == without.recomputed
+    exact = PREFIX + 12
+    for layer in range(layers.num_layers):
+        for mine, other in ((each.fused.keys(layer), each.fused.values(layer)) for each in (outcome, without)):
+            assert torch.isfinite(mine).all()
+            assert torch.isfinite(other).all()
+        assert torch.equal(outcome.fused.keys(layer)[:, :exact], without.fused.keys(layer)[:, :exact])
+        assert torch.equal(outcome.fused.values(layer)[:, :exact], without.fused.values(layer)[:, :exact])
+    kept = [row for row in range(exact, exact + 20) if row not in outcome.recomputed]
+    moved = outcome.fused.values(3)[:, kept] - without.fused.values(3)[:, kept]
+    torch.testing.assert_close(moved, moved[:, :1].expand_as(moved), atol=1e-5, rtol=0)
+    assert moved.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("layer", READ_AT)
