@@ -13,7 +13,7 @@ from harness import ask, ask_all, engine, ingest, random_ids, reading_at, record
 from reference import Span
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
-RULES = ("cacheblend", "cacheblend_k", "first_k", "auto")
+RULES = ("cacheblend", "cacheblend_k", "first_k", "auto", "ask")
 PREFIX, CHUNKS, QUESTION, STEPS = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4), 8
 MISSING, GAP = random_ids(33, 5), random_ids(7, 6)
 TOLERANCE = 1e-3  # of log-probabilities, float32

@@ -79,7 +79,7 @@ def fuse_steps(
             hidden, active = hidden[kept], active[kept]
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
-        if plan.rule.carry and layer > 0:
+        if plan.carries and layer > 0:  # layer 0 is exact as stored
             measured += _carry(model, plan, layers, layer, hidden, active, known) * model.kv_share
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:

@@ -118,6 +118,11 @@ class FusePlan:
         return self.num_fused is None
 
     @property
+    def carries(self) -> bool:
+        """Whether tokens that are kept may move with those that are recomputed: then stored KV is looked at twice."""
+        return self.rule.carry > 0 and self.checks[0].ratio > 0 and self.checks[-1].ratio < 1
+
+    @property
     def num_queries(self) -> int:
         """Tokens of the question, the last token at least."""
         start = self.question_start
