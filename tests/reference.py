@@ -152,7 +152,7 @@ class Reference:
         `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
         stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
         or behind the last stored token. `told`: the tokens to recompute are these, nothing is measured. `carry`: from
-        layer 1 on the others' stored KV moves by this share of the mean that those have moved, keys before RoPE.
+        layer 1 on the others' stored KV moves by this share of the median that those have moved, keys before RoPE.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -203,9 +203,9 @@ class Reference:
             if carry and layer and candidates and kept:
                 there = sorted(candidates)
                 rows = [running.index(position) for position in there]
-                moved = carry * (k[rows] - before_rope[layer][there]).mean(0)
+                moved = carry * median(k[rows] - before_rope[layer][there])
                 keys[layer][kept] = self.rope(before_rope[layer][kept] + moved, kept)
-                values[layer][kept] += carry * (v[rows] - values[layer][there]).mean(0)
+                values[layer][kept] += carry * median(v[rows] - values[layer][there])
             q, k = self.rope(q, running), self.rope(k, running)
             if layer in shares and shares[layer] < 1 and told is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
@@ -235,6 +235,11 @@ class Reference:
             hidden = self.finish(layer, hidden, q, running, keys[layer], values[layer])
         logits = self.head(self.decoder.norm(hidden))[-1]
         return Blended(logits, sorted(candidates), keys, values)
+
+
+def median(rows: Tensor) -> Tensor:
+    """The middle row of [R, heads, D], number by number; of two the lower."""
+    return rows.sort(0).values[(len(rows) - 1) // 2]
 
 
 def gradual_shares(ratio: float, num_layers: int, check_layer: int = 1) -> dict[int, float]:

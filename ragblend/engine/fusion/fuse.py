@@ -51,7 +51,7 @@ def fuse(
     KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
     therefore full prefill. A rule that carries has the candidates that are kept take on, before anybody attends to
-    them, its share of how far the recomputed ones have moved on average.
+    them, its share of how far the recomputed ones have moved, in the median.
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
@@ -319,16 +319,17 @@ def _carry(
 ) -> int:
     """Move the candidates that are kept as the recomputed ones among `active` have moved, and how many those are.
 
-    Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the mean
-    over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the rule's
-    share, is added to the stored KV of the others. Both engines give the same: heads are each rank's own.
+    Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the
+    median over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the
+    rule's share, is added to the stored KV of the others. The median, because a few tokens move far (a chunk's first
+    ones, which drew the attention of the rest). Both engines give the same: heads are each rank's own.
     """
     moved = known.moved_by(active)
     if not len(moved.rows) or not bool(moved.kept.any()):
         return 0
     fresh, stored = model.project_kv(layer, hidden[moved.places]), layers.stored(layer, moved.rows)
     drift = (
-        plan.rule.carry * (new.float() - old.float()).mean(1, keepdim=True)
+        plan.rule.carry * (new.float() - old.float()).median(1, keepdim=True).values
         for new, old in zip(fresh, stored, strict=True)
     )
     layers.move(layer, moved.kept, LayerKV(*drift))

@@ -29,7 +29,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-CARRY = 0.75  # of `ask`
+CARRY = 0.8  # of `ask`
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -117,7 +117,7 @@ class Rule:
     candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer, ...
     candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
-    carry: float = 0.0  # share of the recomputed tokens' mean change of KV that the tokens kept take on, see fuse
+    carry: float = 0.0  # share of the recomputed tokens' median change of KV that tokens kept take on: `fuse._carry`
 
     def candidates(self, ratio: float) -> float:
         """Share of the chunk tokens that run up to the first check layer to choose `ratio` of them.
