@@ -29,7 +29,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-CARRY = 0.8  # of `ask`
+ASK_RATIO, CARRY = 0.05, 0.8  # of `ask`
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -116,6 +116,7 @@ class Rule:
     needs_attention: bool = False  # runs the question ahead, over stale KV, to see what it attends to
     candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer, ...
     candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
+    ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
     carry: float = 0.0  # share of the recomputed tokens' median change of KV that tokens kept take on: `fuse._carry`
 
@@ -162,7 +163,9 @@ RULES: dict[str, Rule] = {
             "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
             skips_separators=True,
         ),
-        Rule("ask", ask, needs_deviation=False, needs_attention=True, skips_separators=True, carry=CARRY),
+        Rule(
+            "ask", ask, needs_deviation=False, needs_attention=True, ratio=ASK_RATIO, skips_separators=True, carry=CARRY
+        ),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),
         Rule("position", position, needs_deviation=False),

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, RULES, find_rule
+from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, find_rule
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -264,11 +264,9 @@ class Calibrations:
         prefix_ids: tuple[int, ...],
         rule: str,
         ratio: RatioChoice,
-        *,
-        default: float = DEFAULT_RATIO,
     ) -> Chosen:
         """`choose`, with the calibration for the prefix. An "auto" that finds none is told in the log, once."""
-        choice = choose(self.find(prefix_ids), self._num_layers, rule, ratio, default=default)
+        choice = choose(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
@@ -306,27 +304,25 @@ def choose(
     num_layers: int,
     rule: str = "auto",
     ratio: RatioChoice = None,
-    *,
-    default: float = DEFAULT_RATIO,
 ) -> Chosen:
     """Rule, ratio and check layer of a request that asks for `rule` and `ratio`.
 
     What is asked for counts. An "auto" rule is the calibration's best, or `rules`'s default; a ratio of None or "auto"
     is what `choose_ratio` says. Raises UsageError for a rule or a ratio that does not exist.
     """
-    name = find_rule(rule, num_layers).name
+    known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None
     return Chosen(
-        fit.rule if fit is not None else name,
-        choose_ratio(fit, ratio, default),
+        fit.rule if fit is not None else known.name,
+        choose_ratio(fit, ratio, known.ratio),
         fit.check_layer if fit is not None else CHECK_LAYER,
         fit,
         ratio in (None, "auto"),
     )
 
 
-def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float = DEFAULT_RATIO) -> float:
-    """The share to recompute: what is asked for, else what was fitted, else `default`."""
+def choose_ratio(fit: Fit | None, ratio: RatioChoice, default: float) -> float:
+    """The share to recompute: what is asked for, else what was fitted, else `default`, the rule's."""
     if ratio is not None and RATIO.of("recompute_ratio", ratio) != "auto":
         return float(ratio)
     return fit.ratio if fit is not None else default

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, Check
+from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, RULES, Check
 from ragblend.engine.fusion.rules import SHALLOW as AUTO
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
@@ -214,7 +214,7 @@ def test_what_is_asked_for_counts_and_what_is_left_open_is_calibrated() -> None:
     assert choose(CALIBRATION, 5, FALLBACK)[:4] == (FALLBACK, 0.5, 2, OTHER)
     assert choose(CALIBRATION, 5, "first_k")[:4] == ("first_k", DEFAULT_RATIO, CHECK_LAYER, None)
     assert choose(None, 5)[:4] == (AUTO, DEFAULT_RATIO, CHECK_LAYER, None)
-    assert choose(None, 5, ratio="auto", default=0.2).ratio == 0.2
+    assert choose(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
     assert [choose(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [True, True, False]
 
 
