@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.fusion.plan import Fused, FusePlan
-from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel
+from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource
 from ragblend.engine.fusion.rules import Evidence, num_to_recompute
 from ragblend.engine.store.kv import LayerKV
 
@@ -327,12 +327,13 @@ def _carry(
     moved = known.moved_by(active)
     if not len(moved.rows) or not bool(moved.kept.any()):
         return 0
-    fresh, stored = model.project_kv(layer, hidden[moved.places]), layers.stored(layer, moved.rows)
+    source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
+    fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)
     drift = (
         plan.rule.carry * (new.float() - old.float()).median(1, keepdim=True).values
         for new, old in zip(fresh, stored, strict=True)
     )
-    layers.move(layer, moved.kept, LayerKV(*drift))
+    source.move(layer, moved.kept, LayerKV(*drift))
     return len(moved.rows)
 
 

@@ -217,7 +217,7 @@ class LayerLoader:
         self.stall_s += self._released_s[layer] - start_s
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see LayerSource."""
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
         assert self._lift is not None
         there = cast("_Readable", self._destination)
         return LayerKV(self._lift(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])

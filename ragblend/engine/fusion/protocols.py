@@ -29,11 +29,15 @@ class LayerSource(Protocol):
 
     Layers are waited for in ascending order; a layer waited for before is there at once. It raises DamagedEntryError
     when stored bytes turn out wrong: the request starts again with that chunk as a miss.
-
-    `stored` and `move` work on the layer waited for last, before any row of placed chunks is written there.
     """
 
     def wait(self, layer: int) -> None: ...
+
+
+class MovableSource(LayerSource, Protocol):
+    """A LayerSource for plans that carry. Both work on the layer waited for last, before any row of placed chunks is
+    written there."""
+
     def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
     def move(self, layer: int, kept: Tensor, by: LayerKV) -> None: ...  # adds [H, 1, D] float32 where `kept` [T] bool
 

@@ -29,7 +29,10 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-ASK_RATIO, CARRY = 0.05, 0.8  # of `ask`
+# Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
+# recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full prefill
+# than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
+ASK_RATIO, CARRY, ASK_WORTH = 0.05, 0.8, 0.1
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -274,16 +277,20 @@ def probe_pays(
 
     It saves the layers before the check for the candidates that nobody attends to. Beyond that it may cost as much
     as the recompute itself: with that compute `cacheblend_k` would recompute twice the tokens, and it is further from
-    full prefill then (demo model, first-token KL on reference questions, 5 to 10 %).
+    full prefill then (demo model, first-token KL on reference questions, 5 to 10 %). A rule that asks first may cost
+    ASK_WORTH more: so much more has the rule that takes its place to recompute, and is further off even then.
 
     >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
+    [True, False]
+    >>> [probe_pays(RULES["ask"], [Check(0, 0.05)], fresh, 200, 200, 31) for fresh in (31, 32)]
     [True, False]
     """
     layers = rule.probe_layers(checks, num_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
-    return num_fresh * layers[-1] <= saved + checks[0].ratio * num_chunk_tokens * num_layers
+    worth = checks[0].ratio + (ASK_WORTH if rule.asks_first else 0.0)
+    return num_fresh * layers[-1] <= saved + worth * num_chunk_tokens * num_layers
 
 
 class Choice(NamedTuple):

@@ -162,7 +162,7 @@ class PagedSource:
         self._place_s += perf_counter() - start_s
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see LayerSource."""
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
         places, parts = rows.cpu(), list[LayerKV]()
         for span, kv in self._placed[layer]:
             taken = places[(places >= span.start) & (places < span.stop)] - span.start

@@ -21,7 +21,7 @@ from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, Check, Rule, schedule
+from ragblend.engine.fusion.rules import RULES, Check, schedule
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 
