@@ -75,7 +75,9 @@ def plan(
     ],
     chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
-    ratio: Annotated[float, typer.Option("--ratio", help="The least ratio that answers well.")] = 0.15,
+    ratio: Annotated[
+        float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")
+    ] = None,
     rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for all KV.")] = "auto",
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
@@ -93,8 +95,9 @@ def plan(
     from ragblend.upkeep.measure import find_profile
 
     profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
-    asks_first = find_rule(rule, profile.num_layers).asks_first
-    need = Need(chunks, chunk_tokens, ratio=ratio, usd_per_hour=usd_per_hour, asks_first=asks_first)
+    known = find_rule(rule, profile.num_layers)
+    least = known.ratio if ratio is None else ratio
+    need = Need(chunks, chunk_tokens, ratio=least, usd_per_hour=usd_per_hour, asks_first=known.asks_first)
     made = make_plan(profile, [parse_storage(text, profile.bytes_per_s) for text in storage], need)
     print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
 
