@@ -73,8 +73,9 @@ def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reus
     reuse, few, more, paper = (
         runs[each]["first_token_kl"] for each in (("none", 0.0), ("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15))
     )
-    assert more < few < reuse / 2
-    assert more < paper
+    assert few < reuse / 4
+    assert few < paper  # at a third of its ratio
+    assert more < paper / 2
     assert runs["ask", 0.05]["charged_budget_32"] < 0.1
 
 

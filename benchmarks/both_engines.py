@@ -1,0 +1,116 @@
+"""Do both engines choose the same tokens, and give the same answers? Real prompts, one store, transformers and vLLM.
+
+    make real-model test-vllm
+    .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \
+        --out data/results/both-engines.json
+
+Both in this process, float32. Chunks are stored by the transformers engine; vLLM finds them by the same keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragblend import load_engine
+from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.quality.cases import SYSTEM
+from ragblend.bench.quality.data import load_cases, prompt_of
+from ragblend.corpus.embedders import default_embedder
+
+
+def watch_selections() -> list[list[int]]:
+    """Filled with the positions that each of vLLM's blends recomputes."""
+    from ragblend.engine.vllm import worker as vllm_worker
+
+    worker: Any = vllm_worker
+    selections: list[list[int]] = []
+    note_fused = worker.note_fused
+
+    def watching(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
+        selections.append(result.recomputed.tolist())
+        note_fused(report, starts, stored, plan, result)
+
+    worker.note_fused = watching
+    return selections
+
+
+def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dict[str, Any]]:
+    """A record per prompt and ratio."""
+    options: dict[str, Any] = {"dtype": "float32", "system": SYSTEM, "on_miss": "inline"}
+    serving = {"max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
+    found = []
+    with ExitStack() as stack:
+        theirs: Any = stack.enter_context(load_engine(config.model, store, **options))
+        ours: Any = stack.enter_context(
+            load_engine(config.model, store, backend="vllm", vllm_options=serving, **options)
+        )
+        selections, embedder = watch_selections(), default_embedder()
+        for case in load_cases(config, theirs):
+            prompt = prompt_of(case, theirs, embedder, config)
+            for chunk in prompt.chunks:
+                theirs.precompute(chunk)
+            for ratio in ratios:
+                asked = {"rule": "ask", "recompute_ratio": ratio, "max_tokens": config.answer_tokens}
+                selections.clear()
+                mine = ours.generate(prompt, **asked)
+                prefilled = theirs.prefill(theirs.request(prompt, **asked))
+                answer = theirs.generate(prompt, **asked)
+                (selected,), expected = selections, sorted(prefilled.recomputed.tolist())
+                found.append(
+                    {
+                        "question": case.question,
+                        "ratio": ratio,
+                        "num_hits": mine.report.num_chunk_hits,
+                        "num_selected": len(expected),
+                        "num_shared": len({*selected} & {*expected}),
+                        "same_selection": selected == expected,
+                        "same_answer": mine.token_ids == answer.token_ids,
+                    }
+                )
+                print(len(found), found[-1])
+    return found
+
+
+def main() -> None:
+    """Compare, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="musique")
+    parser.add_argument("--part", default="all")
+    parser.add_argument("--questions", type=int, default=50)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its choices can be watched
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    torch.set_num_threads(1)
+    config = QualityConfig(model=given.model, data=given.data, part=given.part, num_questions=given.questions)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        found = compare(config, given.ratios, Path(folder) / "kv")
+    num_selected = sum(each["num_selected"] for each in found)
+    facts = {
+        "config": config.as_dict(),
+        "hardware": hardware_card(torch.device("cpu")),
+        "num_prompts": len(found),
+        "same_selection": sum(each["same_selection"] for each in found),
+        "shared_tokens": sum(each["num_shared"] for each in found)
+        / max(1, sum(each["num_selected"] for each in found)),
+        "same_answer": sum(each["same_answer"] for each in found),
+        "prompts": found,
+    }
+    print({name: facts[name] for name in ("num_prompts", "same_selection", "shared_tokens", "same_answer")})
+    if given.out is not None:
+        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
