@@ -102,8 +102,7 @@ def main() -> None:
         "hardware": hardware_card(torch.device("cpu")),
         "num_prompts": len(found),
         "same_selection": sum(each["same_selection"] for each in found),
-        "shared_tokens": sum(each["num_shared"] for each in found)
-        / max(1, sum(each["num_selected"] for each in found)),
+        "shared_tokens": sum(each["num_shared"] for each in found) / max(1, num_selected),
         "same_answer": sum(each["same_answer"] for each in found),
         "prompts": found,
     }
