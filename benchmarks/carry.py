@@ -23,7 +23,7 @@ from ragblend.engine.fusion.rules import RULES
 def rule_with(share: float) -> str:
     """The name of `ask` with that share, which is a rule from now on."""
     name = f"ask carry {share:g}"
-    RULES[name] = replace(RULES["ask"], name=name, carry=share)
+    RULES[name] = replace(RULES["ask"], name=name, carry=share, carry_in_context=share)
     return name
 
 

@@ -115,7 +115,7 @@ class _Moved(NamedTuple):
     active: Tensor  # the rows that run, of which
     places: Tensor  # these indices are candidates: they tell
     rows: Tensor  # where those are in the prompt
-    kept: Tensor  # [T] bool, all other candidates
+    shares: Tensor  # [T] float32, of how far they move, for all other candidates; 0 elsewhere
 
 
 @dataclass(slots=True)
@@ -124,6 +124,7 @@ class _Known:
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
     offsets: Tensor  # int64, place within the chunk
+    carry: Tensor  # float32, of how far others move: the share that the token takes on where it is kept
     separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
@@ -136,9 +137,9 @@ class _Known:
         """Of the rows `active` and the candidates that are not among them; remembered, as most layers run the same."""
         if self.moved is None or self.moved.active is not active:
             places = self.mask[active].nonzero().flatten()
-            kept = self.mask.clone()
-            kept[active] = False
-            self.moved = _Moved(active, places, active[places], kept)
+            shares = self.carry * self.mask
+            shares[active] = 0.0
+            self.moved = _Moved(active, places, active[places], shares)
         return self.moved
 
     def evidence(self, rows: Tensor) -> Evidence:
@@ -152,15 +153,18 @@ def _candidates(plan: FusePlan) -> _Known:
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
+    carry = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
     for placement in plan.placements:
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
+        share = plan.rule.carry_in_context if placement.has_context else plan.rule.carry
+        carry[placement.start : placement.end] = share
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
     separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
-    return _Known(is_candidate, offsets, separators, plan.seed)
+    return _Known(is_candidate, offsets, carry, separators, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:
@@ -317,7 +321,7 @@ def _carry(
     active: Tensor,
     known: _Known,
 ) -> int:
-    """Move the candidates that are kept as the recomputed ones among `active` have moved, and how many those are.
+    """Move the candidates that are kept as the recomputed ones among `active` have moved; how many those are.
 
     Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the
     median over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the
@@ -325,15 +329,12 @@ def _carry(
     ones, which drew the attention of the rest). Both engines give the same: heads are each rank's own.
     """
     moved = known.moved_by(active)
-    if not len(moved.rows) or not bool(moved.kept.any()):
+    if not len(moved.rows) or not bool(moved.shares.any()):
         return 0
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
     fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)
-    drift = (
-        plan.rule.carry * (new.float() - old.float()).median(1, keepdim=True).values
-        for new, old in zip(fresh, stored, strict=True)
-    )
-    source.move(layer, moved.kept, LayerKV(*drift))
+    drift = ((new.float() - old.float()).median(1, keepdim=True).values for new, old in zip(fresh, stored, strict=True))
+    source.move(layer, moved.shares, LayerKV(*drift))
     return len(moved.rows)
 
 

@@ -222,16 +222,16 @@ class LayerLoader:
         there = cast("_Readable", self._destination)
         return LayerKV(self._lift(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
 
-    def move(self, layer: int, kept: Tensor, by: LayerKV) -> None:
-        """Add `by` [H, 1, D], keys before rotation, to the rows of that layer where `kept` [T] is true."""
-        there, count = cast("_Readable", self._destination), len(kept)
+    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
+        """Add to each row of that layer its share, `shares` [T], of `by` [H, 1, D], keys before rotation."""
+        there, count = cast("_Readable", self._destination), len(shares)
         if len(self._rows) != count:
-            self._rows = torch.arange(count, device=kept.device)
+            self._rows = torch.arange(count, device=shares.device)
         keys, values = there.keys(layer)[:, :count], there.values(layer)[:, :count]
         # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
         turned = self._place(layer, by.keys.expand(-1, count, -1), self._rows)
-        keys += (turned * kept[:, None]).to(keys.dtype)
-        values += (by.values * kept[:, None]).to(values.dtype)
+        keys += (turned * shares[:, None]).to(keys.dtype)
+        values += (by.values * shares[:, None]).to(values.dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""

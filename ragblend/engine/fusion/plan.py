@@ -26,6 +26,7 @@ class Placement(NamedTuple):
     kv: ChunkKV
     start: int
     exact: bool
+    has_context: bool = False  # computed behind other text than the prefix, so it misses less of what stands here
 
     @property
     def end(self) -> int:

@@ -39,7 +39,7 @@ class MovableSource(LayerSource, Protocol):
     written there."""
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
-    def move(self, layer: int, kept: Tensor, by: LayerKV) -> None: ...  # adds [H, 1, D] float32 where `kept` [T] bool
+    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32
 
 
 Watch = Callable[[Queries, Tensor], None]

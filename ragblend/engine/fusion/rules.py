@@ -30,9 +30,9 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 CHECK_LAYER = 1
 
 # Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
-# recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full prefill
-# than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
-ASK_RATIO, CARRY, ASK_WORTH = 0.05, 0.8, 0.1
+# recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full
+# prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
+ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.8, 0.5, 0.1
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -122,6 +122,7 @@ class Rule:
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
     carry: float = 0.0  # share of the recomputed tokens' median change of KV that tokens kept take on: `fuse._carry`
+    carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
     def candidates(self, ratio: float) -> float:
         """Share of the chunk tokens that run up to the first check layer to choose `ratio` of them.
@@ -167,7 +168,8 @@ RULES: dict[str, Rule] = {
             skips_separators=True,
         ),
         Rule(
-            "ask", ask, needs_deviation=False, needs_attention=True, ratio=ASK_RATIO, skips_separators=True, carry=CARRY
+            "ask", ask, needs_deviation=False, needs_attention=True, ratio=ASK_RATIO, skips_separators=True,
+            carry=CARRY, carry_in_context=CARRY_IN_CONTEXT,
         ),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),

@@ -169,14 +169,15 @@ class PagedSource:
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
-    def move(self, layer: int, kept: Tensor, by: LayerKV) -> None:
-        """Place that layer once more, with `by` [H, 1, D], keys before rotation, added where `kept` [T] is true."""
+    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
+        """Place that layer once more, each row with its share, `shares` [T], of `by` [H, 1, D], keys before rotation,
+        added."""
         device, start_s = self._layers.device, perf_counter()
         for rows, stored in self._placed.pop(layer):
-            is_kept = kept[rows, None]
-            if bool(is_kept.any()):
+            mine = shares[rows, None]
+            if bool(mine.any()):
                 moved = (
-                    (old.to(device, non_blocking=True) + drift * is_kept).to(old.dtype)
+                    (old.to(device, non_blocking=True) + drift * mine).to(old.dtype)
                     for old, drift in zip(stored, by, strict=True)
                 )
                 self._paged.place_again(layer, self._positions(rows), LayerKV(*moved))
