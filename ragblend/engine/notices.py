@@ -199,7 +199,7 @@ class Notices:
 
     def _other_prefixes(self, own: Sequence[KVHeader], prefix_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         engine = self._engine
-        often = Counter(header.prefix_ids for header in own).most_common()
+        often = Counter(header.prefix_ids for header in own if not header.context).most_common()
         found = dict.fromkeys([engine.segmenter.default_prefix_ids(), *(ids for ids, _ in often)])
         for tried in (prefix_ids, engine.default_prefix_ids):
             found.pop(tried, None)

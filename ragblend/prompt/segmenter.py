@@ -112,12 +112,10 @@ class Segmenter:
         pieces = self.format.chunk_pieces(as_chunk(chunk))
         return tuple(itertools.chain.from_iterable(self._ids(piece) for piece in pieces))
 
-    def context_ids(self, chunk: Part) -> tuple[int, ...]:
-        """What a chunk is precomputed behind, after the prefix: the ids of the chunk it names in `behind` and of what
-        stands between two chunks; or ()."""
-        if not (isinstance(chunk, Chunk) and chunk.behind):
-            return ()
-        return self.chunk_ids(chunk.behind) + self.joint_ids
+    def context_parts(self, chunk: Chunk) -> tuple[tuple[int, ...], ...]:
+        """What a chunk is precomputed behind, after the prefix: for each text that it names in `behind` its ids as a
+        chunk, with those of what stands between two chunks."""
+        return tuple(self.chunk_ids(text) + self.joint_ids for text in chunk.behind)
 
     @property
     def joint_ids(self) -> tuple[int, ...]:

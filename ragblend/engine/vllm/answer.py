@@ -20,6 +20,7 @@ from typing import Any, Unpack
 from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
 from ragblend.engine.decoding import StopScanner
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
     BlendReport,
@@ -209,12 +210,12 @@ class VllmBase(EngineBase):
     def bring_closer(self, keys: list[str]) -> None:
         """Tell the workers to prefetch `keys`."""
 
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        """`precompute` of a chunk that is token ids already, behind another that is."""
-        key = self.key_of(token_ids, neighbour)
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+        """`precompute` of a chunk that is token ids already, behind what is."""
+        key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
             return 0
-        prefix = self.default_prefix_ids + neighbour
+        prefix = self.default_prefix_ids + behind.token_ids
         self._check_length(len(prefix) + len(token_ids) + 2, "chunk")
         segments = [Segment("prefix", prefix, 0)] if prefix else []
         segments.append(Segment("chunk", token_ids, len(prefix)))

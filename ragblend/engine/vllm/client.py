@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import httpx
 
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
@@ -366,14 +367,14 @@ class VllmClient(VllmBase):
         except RagblendError as error:
             log.warning("nothing is prefetched: %s", error)
 
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
         """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
         if not self.blends:
             raise RagblendError(
                 f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
-        return super().precompute_ids(token_ids, neighbour)
+        return super().precompute_ids(token_ids, behind)
 
     def close(self) -> None:
         """Finish background work and free the sockets."""

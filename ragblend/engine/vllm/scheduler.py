@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours, note_neighbours
+from ragblend.engine.fusion.lookup import Context, contexts, neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
@@ -155,8 +155,6 @@ class BlendScheduler:
         asked.stored = self._lookup(ids, asked.params)
         if asked.params.mode == "ingest":
             asked.end = spans[0][1]
-            if len(self.config.prefix_ids) < spans[0][0]:  # behind more than the prefix: a chunk and its neighbour
-                note_neighbours(self.disk)
         elif asked.stored:
             asked.end = asked.stored[-1].end
             if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
@@ -195,7 +193,7 @@ class BlendScheduler:
             for key, context in self._candidates(ids, start, end, params):
                 header = self.disk.header(key)
                 if header is not None and header.token_ids == tuple(ids[start:end]):
-                    span = StoredSpan(start, end, key, context.match, context.exact, context.has_neighbour)
+                    span = StoredSpan(start, end, key, context.match, context.exact, context.policy)
                     found.append(span)
                     break
         return tuple(found)
@@ -205,9 +203,10 @@ class BlendScheduler:
     ) -> Iterator[tuple[str, Context]]:
         """Keys that a chunk may be stored under, the best one first. What is to be ingested has one only."""
         num_prefix, default = params.spans[0][0], self.config.prefix_ids
-        starts = neighbours(params.spans) if holds_neighbours(self.disk) else {}
-        for context in contexts(ids, start, starts.get(start), num_prefix, default):
-            yield chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace), context
+        before = neighbours(params.spans).get(start)
+        for context in contexts(ids, start, before, num_prefix, default, self.disk.context() or "none"):
+            key = chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace, context.name)
+            yield key, context
             if params.mode == "ingest":
                 return
 

@@ -36,6 +36,7 @@ from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
+from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class StoredSpan(NamedTuple):
     key: str
     match: PrefixMatch
     exact: bool
-    has_neighbour: bool = False
+    policy: ContextPolicy = "none"
 
 
 @dataclass(frozen=True, slots=True)
