@@ -39,6 +39,7 @@ from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinis
 from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.segmenter import FIXED_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -435,11 +436,13 @@ def check_room(path: Path, nbytes: int) -> int:
 
 def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
     """`chunk_size`, or a UsageError when a chunk of it would not fit the model's context with a question behind it."""
-    room = engine.context_length - 64
+    num_fixed = FIXED_TOKENS if engine.context == "fixed" else 0
+    room = engine.context_length - 64 - num_fixed
     if not 0 < chunk_size <= room:
+        behind = f", {num_fixed} of them the fixed context that chunks are computed behind" if num_fixed else ""
         raise UsageError(
-            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}, choose 1 to {room} "
-            "(--chunk-size), small enough that several chunks fit"
+            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}{behind}, choose 1 to "
+            f"{room} (--chunk-size), small enough that several chunks fit"
         )
     return chunk_size
 

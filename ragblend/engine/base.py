@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -21,7 +21,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 
@@ -100,6 +100,11 @@ class EngineBase(ABC):
         remember_context(self.store, CONTEXT.of("context", policy))
         self.context = policy
 
+    @property
+    def main_version(self) -> Behind:
+        """What the version is computed behind that the store keeps of every chunk."""
+        return Behind("fixed", (self.segmenter.fixed_ids,)) if self.context == "fixed" else ALONE
+
     def key(self, chunk: Part) -> str:
         """The key of the chunk's KV behind the default prefix, in the version that it names in `context`."""
         return self.key_of(*self._chunk_ids(chunk))
@@ -135,9 +140,12 @@ class EngineBase(ABC):
 
     def _behind_of(self, chunk: Part) -> Behind:
         """What the version of a chunk that it names is computed behind."""
-        if not isinstance(chunk, Chunk) or chunk.context in (None, "none"):
-            return ALONE
-        return Behind(chunk.context, self.segmenter.context_parts(chunk))
+        named = chunk.context if isinstance(chunk, Chunk) else None
+        if named is None:
+            return self.main_version
+        if named == "fixed":
+            return Behind(named, (self.segmenter.fixed_ids,))
+        return Behind(named, self.segmenter.context_parts(chunk)) if isinstance(chunk, Chunk) else ALONE
 
     def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
         return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace, context)
@@ -164,6 +172,21 @@ class EngineBase(ABC):
             )
 
     # -- background work
+
+    def _lacks_alone(self, prompt: TokenizedPrompt, segment: Segment) -> bool:
+        """Whether a chunk stands where it would be exact alone, and the store keeps another version of it."""
+        is_first = segment.start == len(prompt.prefix_ids) and prompt.prefix_ids == self.default_prefix_ids
+        return is_first and self.main_version != ALONE
+
+    def _store_later(self, prompt: TokenizedPrompt, segments: Iterable[Segment]) -> None:
+        """Precompute chunks of `prompt` in the background, unless `on_miss` is "inline": in the store's main version,
+        and alone where that would have been exact."""
+        if self._backfill is None or self.closed:
+            return
+        for segment in segments:
+            self._backfill.add(segment.token_ids, self.main_version)
+            if self._lacks_alone(prompt, segment):
+                self._backfill.add(segment.token_ids, ALONE)
 
     @property
     def shadow(self) -> ShadowCounters:

@@ -40,7 +40,7 @@ def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
 
 
 def versions(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """All that a store of this policy keeps of `chunks`, which are in reading order.
+    """All that a store of this policy keeps of `chunks`, which are in reading order: its main version, and others.
 
     Similar versions do not say yet what they are behind: see `with_similar`.
     """
@@ -58,7 +58,7 @@ def versions(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
 
 def alone_versions(text: str) -> list[Chunk]:
     """Every version that a chunk can have whatever stands beside it in its document, by their keys."""
-    return [Chunk(text, context="none"), Chunk(text, context="similar")]
+    return [Chunk(text, context="none"), Chunk(text, context="fixed"), Chunk(text, context="similar")]
 
 
 def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | None) -> list[Chunk]:

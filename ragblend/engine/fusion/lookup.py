@@ -5,6 +5,7 @@ chunk's own slice alone is kept, so that it has seen text like that of the promp
 chunks are computed behind is its policy, which its disk tier remembers:
 
 - "neighbour": also behind the chunk before it in its document, for prompts in which both stand side by side;
+- "fixed": instead behind a neutral text, the same for all: whatever stands there, it is not the prompt's beginning;
 - "similar": also behind the most similar chunks of the index, which are likely to be retrieved with it.
 
 Only what stands in the prompt precisely behind what it was computed behind is exact.
@@ -85,12 +86,13 @@ def contexts(
     prefix_length: int,
     default_prefix: tuple[int, ...],
     policy: ContextPolicy = "none",
+    fixed: tuple[int, ...] = (),
 ) -> list[Context]:
     """Contexts to look for the chunk at `start` of a prompt behind, the best first.
 
     What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind the prompt's
     own prefix, `prefix_length` ids, before the one that ingestion computes behind. before: where the chunk before it
-    begins, see `neighbours`; None when there is none.
+    begins, see `neighbours`; None when there is none. fixed: the neutral text's ids.
 
     >>> found = contexts([1, 5, 6, 7], 3, before=1, prefix_length=1, default_prefix=(2,), policy="neighbour")
     >>> [context.token_ids for context in found]
@@ -100,6 +102,8 @@ def contexts(
     versions: list[tuple[ContextPolicy, tuple[int, ...]]] = [("none", ())]
     if policy == "neighbour" and before is not None:
         versions.insert(0, (policy, tuple(token_ids[before:start])))
+    elif policy == "fixed":
+        versions.insert(0, (policy, fixed))
     elif policy == "similar":
         versions.insert(0, (policy, ()))
     found = []

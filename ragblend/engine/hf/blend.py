@@ -182,12 +182,12 @@ class BlendingEngine(EngineBase):
 
     def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
-        token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
+        token_ids, num_prefix, fixed = prompt.token_ids, len(prompt.prefix_ids), self.main_version.token_ids
         starts = neighbours((segment.start, segment.end) for segment in prompt.chunk_segments)
         for segment in prompt.chunk_segments:
             before = starts.get(segment.start)
-            found = contexts(token_ids, segment.start, before, num_prefix, self.default_prefix_ids, self.context)
-            yield segment, found
+            places = (segment.start, before, num_prefix, self.default_prefix_ids)
+            yield segment, contexts(token_ids, *places, self.context, fixed)
 
     # -- decide
 
@@ -299,11 +299,16 @@ class BlendingEngine(EngineBase):
         return report
 
     def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:
-        """The chunks to be stored for the next time."""
+        """The chunks to be stored for the next time: those that are not, and one that would be exact alone."""
         if request.mode == "prefix":
             return ()
-        segments = (segment for segment in request.prompt.chunk_segments if segment.start >= found.num_resident)
-        return tuple(segment for segment in segments if segment.start not in found.chunks)
+        prompt, misses = request.prompt, []
+        for segment in prompt.chunk_segments:
+            _, context = found.chunks.get(segment.start, (None, None))
+            is_hit = context is not None and (context.exact or not self._lacks_alone(prompt, segment))
+            if segment.start >= found.num_resident and not is_hit:
+                misses.append(segment)
+        return tuple(misses)
 
     # -- KV of prefixes
 
@@ -329,6 +334,8 @@ class BlendingEngine(EngineBase):
         prefix = self._prefix(self.default_prefix_ids)
         if not behind.parts:
             return prefix
+        if behind.policy == "fixed":
+            return self._prefix(self.default_prefix_ids + behind.token_ids)
         ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
         while True:
             placed = tuple(self._placed_behind(behind, prefix.length, damaged))

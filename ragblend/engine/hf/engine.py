@@ -37,7 +37,7 @@ from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tie
 from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 log = logging.getLogger(__name__)
@@ -208,11 +208,9 @@ class TransformersEngine(BlendingEngine):
             fused.length += 1
             return self.layers.logits(hidden)[-1]
 
-    def backfill(self, misses: Sequence[Segment]) -> None:
-        """Precompute `misses` alone, in the background, unless `on_miss` is "inline"."""
-        if self._backfill is not None and not self.closed:
-            for segment in misses:
-                self._backfill.add(segment.token_ids)
+    def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None:
+        """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""
+        self._store_later(prompt, misses)
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""

@@ -298,7 +298,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
         num_recomputed_tokens=3,
         charged_budget=0.25,
         load_s=0.5,
-        chunks=[ChunkReport("", 3, True, "exact", True, 2, True), MISS],
+        chunks=[ChunkReport("", 3, True, "exact", True, 2, "neighbour"), MISS],
     )
     report = client.generate(PROMPT).report
     assert (report.rule, report.num_chunks, report.num_chunk_hits, report.num_reused_tokens) == (

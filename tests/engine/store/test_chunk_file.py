@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from forgery import edited
 from safetensors.torch import save
 
 from ragblend.engine.store import chunk_file
@@ -280,6 +279,8 @@ def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path
     [[], [2], [3, 1], [2, 1, 1], [5, 1], [3, 0], [4, -1], [True, 2], [2.0, 1], ["2", 1], [[2], 1], "21", 3, None],
 )
 def test_context_lengths_that_do_not_make_the_key_are_refused(path: Path, context: object) -> None:
+    from forgery import edited  # here: other tests' processes import this file from elsewhere
+
     kv = similar_kv()
     path.write_bytes(edited(encode_chunk(kv), context=context))
     with pytest.raises(UnreadableError):
