@@ -51,7 +51,7 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@takes("store remote rule ratio system dtype kv_dtype trust_remote_code")
+@takes("store remote rule ratio system context dtype kv_dtype trust_remote_code")
 def serve(
     settings: Settings,
     given: typer.Context,

@@ -254,7 +254,10 @@ def _load_vllm(
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
-    transfer = transfer_config(root, tiers, model=model, system=options["system"], trust_remote_code=trust_remote_code)
+    transfer = transfer_config(
+        root, tiers, model=model, system=options["system"], context=options["context"],
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     return VllmEngine(

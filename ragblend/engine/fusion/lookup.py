@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import SIMILAR
-from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.store.tiered import tiers_of
 from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
 
@@ -133,14 +133,22 @@ def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
     return found
 
 
+@runtime_checkable
+class RemembersContext(Protocol):
+    """A tier that remembers its chunks' policy, for whoever opens it later: a directory, a server's store."""
+
+    def context(self) -> ContextPolicy | None: ...  # noqa: D102
+    def put_context(self, policy: ContextPolicy) -> None: ...  # noqa: D102
+
+
 def remembered_context(store: KVStore) -> ContextPolicy | None:
-    """The policy that the disk tier of `store` remembers; None where nothing is. Raises CorruptError for damage."""
-    disk = disk_tier(store)
-    return disk.context() if disk is not None else None
+    """The policy that `store` remembers; None where it has none. Raises CorruptError for damage."""
+    tier = next((tier for tier in tiers_of(store) if isinstance(tier, RemembersContext)), None)
+    return tier.context() if tier is not None else None
 
 
 def remember_context(store: KVStore, policy: ContextPolicy) -> None:
-    """Remember it, for whoever opens the disk tier later. Raises what `DiskStore.put` raises."""
-    disk = disk_tier(store)
-    if disk is not None:
-        disk.put_context(policy)
+    """Have `store` remember it. Raises what `DiskStore.put` raises, and UsageError where a server has its own."""
+    for tier in tiers_of(store):
+        if isinstance(tier, RemembersContext):
+            tier.put_context(policy)
