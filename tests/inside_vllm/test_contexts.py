@@ -136,15 +136,3 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
 def test_ingestions_of_no_version_are_refused(params):
     with pytest.raises(UsageError):
         parse_params({"mode": "ingest", **params})
-
-
-def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(model, tmp_path):
-    url, prompt = f"file://{tmp_path}/shared", SegmentedPrompt(TEXTS[:3], "what is the theory?")
-    options = {"backend": "vllm", "vllm_options": SMALL, "dtype": "float32", "remote": url, "on_miss": "inline"}
-    with load_engine(model, tmp_path / "first", context="similar", dtype="float32", remote=url) as ours:
-        fill(ours, tmp_path)
-        ours.store.flush()
-    with load_engine(model, tmp_path / "second", context="similar", **options) as replica:
-        report = replica.generate(prompt, mode="reuse", max_tokens=1).report
-        assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert remembered_context(replica.store) is None
