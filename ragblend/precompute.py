@@ -32,7 +32,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import drop_versions, settle_context, versions, with_similar
+from ragblend.ingestion.contexts import drop_stale, drop_versions, settle_context, versions, with_similar
 from ragblend.ingestion.follow import Cut, follow, moved_from
 from ragblend.ingestion.follow import Progress as Progress
 from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
@@ -225,10 +225,13 @@ def precompute_chunks(
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing) + len(renewed))
     stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
-    for done, nbytes in enumerate(stored, start=1):
-        report.new_kv_bytes += nbytes
-        report.num_new_kv += done <= len(missing)
-        tell("prefill", done, len(missing) + len(renewed))
+    try:
+        for done, nbytes in enumerate(stored, start=1):
+            report.new_kv_bytes += nbytes
+            report.num_new_kv += done <= len(missing)
+            tell("prefill", done, len(missing) + len(renewed))
+    finally:
+        drop_stale((*missing, *renewed), engine, index)
     if disk is not None:
         with closing(registry_of(engine.store)) as registry:
             registry.note_stored(filter(disk.holds, keys.values()), engine.fingerprint)

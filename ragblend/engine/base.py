@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -21,7 +22,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt, as_chunk
 from ragblend.prompt.segmenter import Segmenter
 
 
@@ -99,6 +100,14 @@ class EngineBase(ABC):
         """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
         remember_context(self.store, CONTEXT.of("context", policy))
         self.context = policy
+
+    def keys_ahead(self, chunks: Sequence[Part]) -> list[str]:
+        """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context."""
+        named = [as_chunk(chunk) for chunk in chunks]
+        if self.context == "similar":
+            named = [replace(chunk, context="similar") for chunk in named]
+        first = [replace(chunk, context="none") for chunk in named[:1]]
+        return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     @property
     def main_version(self) -> Behind:

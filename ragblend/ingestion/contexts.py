@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
+from ragblend.corpus.rows import text_hash
 from ragblend.corpus.texts import registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.lookup import remembered_context
@@ -92,6 +93,17 @@ def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | No
                 continue
         found.append(chunk)
     return found
+
+
+def drop_stale(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex | None) -> int:
+    """Delete those of the similar versions, stored a moment ago, that are behind a text which is gone meanwhile: who
+    removed it may have looked before they were there. How many."""
+    similar = [chunk for chunk in chunks if chunk.context == "similar"]
+    if index is None or not similar:
+        return 0
+    there = index.vectors({text for chunk in similar for text in chunk.behind})
+    stale = [chunk for chunk in similar if any(text_hash(text) not in there for text in chunk.behind)]
+    return sum(engine.forget(chunk) for chunk in stale)
 
 
 def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:

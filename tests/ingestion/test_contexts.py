@@ -195,6 +195,35 @@ def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tm
     assert sorted(map(sorted, behind)) == [[], [], ["kern"], ["moss"]]
 
 
+def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing(docs, opened, tmp_path, monkeypatch):
+    engine, original = opened(), TransformersEngine._prefill_chunks
+    index = tmp_path / "index"
+    bring_in(docs, engine)
+
+    def removed_meanwhile(self, chunks, behind):
+        made = original(self, chunks, behind)
+        if behind.policy == "similar":  # another process, which does not see what is not stored yet
+            with opened() as other, open_engine_index(index, other, create=False) as found:
+                if str(docs / "fox.txt") in found.sources():
+                    remove_documents([str(docs / "fox.txt")], other, found)
+        return made
+
+    monkeypatch.setattr(TransformersEngine, "_prefill_chunks", removed_meanwhile)
+    with open_engine_index(index, engine, create=False) as ours:
+        precompute_index(engine, ours, "similar")
+    left = {header.key: texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers()}
+    assert not any("fox" in behind for behind in left.values())
+    assert engine.key(similar("moss")) in left
+
+
+def test_what_is_likely_to_be_used_is_fetched_ahead(docs, opened):
+    engine = opened()
+    bring_in(docs, engine, context="similar")
+    engine.prefetch([TEXTS["fox"], TEXTS["moss"]])
+    wanted = {engine.key(Chunk(TEXTS["fox"])), engine.key(similar("fox")), engine.key(similar("moss"))}
+    assert set(engine.keys_ahead([TEXTS["fox"], TEXTS["moss"]])) == wanted
+
+
 def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):
     url = f"file://{tmp_path}/shared"
     with opened() as engine:

@@ -104,7 +104,7 @@ class TransformersEngine(BlendingEngine):
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         if isinstance(self.store, Prefetches):
-            self.store.prefetch([self.key(chunk) for chunk in chunks])
+            self.store.prefetch(self.keys_ahead(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""

@@ -207,7 +207,7 @@ class VllmBase(EngineBase):
 
         A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
         """
-        self.bring_closer([self.key(chunk) for chunk in chunks])
+        self.bring_closer(self.keys_ahead(chunks))
 
     @abstractmethod
     def bring_closer(self, keys: list[str]) -> None:
