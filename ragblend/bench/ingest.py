@@ -82,7 +82,7 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
         ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
-        over_none = {
+        over_none: dict[str, float] = {
             policy: statistics.median(times[_mode(policy)] / times["ingest"] for times in rounds)
             for policy in config.contexts
             if policy != "none"
