@@ -67,11 +67,7 @@ class Context(NamedTuple):
     match: PrefixMatch  # of the prefix in it
     exact: bool
     policy: ContextPolicy
-
-    @property
-    def name(self) -> str:
-        """What the key calls it."""
-        return key_name(self.policy)
+    name: str = ""  # what the key calls it: `chunk_key`'s `context`
 
 
 def key_name(policy: ContextPolicy) -> str:
@@ -102,7 +98,7 @@ def contexts(
     versions: list[tuple[ContextPolicy, tuple[int, ...]]] = [("none", ())]
     if policy == "neighbour" and before is not None:
         versions.insert(0, (policy, tuple(token_ids[before:start])))
-    elif policy == "fixed":
+    elif policy == "fixed" and fixed:
         versions.insert(0, (policy, fixed))
     elif policy == "similar":
         versions.insert(0, (policy, ()))
@@ -111,8 +107,9 @@ def contexts(
         for prefix in dict.fromkeys((own, default_prefix)):
             is_own = prefix == own
             exact = is_own and kind in ("none", "neighbour") and prefix_length + len(ids) == start
-            found.append(Context(prefix + ids, "exact" if is_own else "approximate", exact, kind))
-    return sorted(found, key=lambda context: not context.exact)
+            match: PrefixMatch = "exact" if is_own else "approximate"
+            found.append(Context(prefix + ids, match, exact, kind, key_name(kind)))
+    return [context for context in found if context.exact] + [context for context in found if not context.exact]
 
 
 def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:

@@ -182,8 +182,10 @@ class BlendingEngine(EngineBase):
 
     def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
-        token_ids, num_prefix, fixed = prompt.token_ids, len(prompt.prefix_ids), self.main_version.token_ids
-        starts = neighbours((segment.start, segment.end) for segment in prompt.chunk_segments)
+        token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
+        fixed = self.segmenter.fixed_ids if self.context == "fixed" else ()
+        spans = ((segment.start, segment.end) for segment in prompt.chunk_segments)
+        starts = neighbours(spans) if self.context == "neighbour" else {}
         for segment in prompt.chunk_segments:
             before = starts.get(segment.start)
             places = (segment.start, before, num_prefix, self.default_prefix_ids)

@@ -39,6 +39,7 @@ GOLDEN_QUANTIZED_SHA256 = {
     "int8": "54eb1df2d70474782f64eda484ad81b9b2df31e53c7986a1ba8d42326a59253c",
     "fp8": "600b06be52105878dda5894d084c0ec95b472820a56e89f2b2852c6c04cead5b",
 }
+GOLDEN_SIMILAR_SHA256 = "dd33a9bc1b39c28fbdd2bd654eea123ae1525292f8bec8cbc4535917734165c3"
 GOLDEN_KEY = "0" * 32
 
 
@@ -265,6 +266,12 @@ def similar_kv() -> MemoryKV:
         prefix_ids=(1, 2, 7, 8, 9), context=(2, 1),
     )  # fmt: skip
     return MemoryKV(header, whole.layers)
+
+
+def test_the_format_of_a_similar_version_is_stable(path: Path) -> None:
+    kv = golden_kv()
+    kv = MemoryKV(replace(kv.header, prefix_ids=(1, 2, 5, 6, 7), context=(2, 1)), kv.layers)
+    assert hashlib.sha256(write(path, kv).read_bytes()).hexdigest() == GOLDEN_SIMILAR_SHA256
 
 
 def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path: Path) -> None:
