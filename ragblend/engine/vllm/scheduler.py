@@ -78,6 +78,12 @@ class BlendScheduler:
         self.loading = Loading(machine, self.disk)
         self._read_ahead = ReadAhead(self.disk, config.memory_bytes)
         self._remembered = self.disk.context()
+        if self._context() == "fixed" and not config.context_ids:
+            log.warning(
+                "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
+                "start the server with: ragblend serve",
+                config.store,
+            )
         self._note_model(str(model.model), shape)
 
     def _count(self, **counts: float) -> None:
