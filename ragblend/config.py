@@ -20,8 +20,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import (
+    CONTEXT,
     SHADOW,
     Check,
+    ContextPolicy,
     GenerationKeywords,
     GenerationOptions,
     Mode,
@@ -66,11 +68,11 @@ class Settings(TierOptions):
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
     chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
     max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
-    neighbour_kv: bool = option(
-        False,
-        "Also keep each chunk's KV as computed behind the chunk before it: twice the store, closer to full prefill "
-        "where `ask --neighbours` brings both.",
-        flag="--neighbour-kv/--no-neighbour-kv",
+    context: ContextPolicy | None = option(
+        None,
+        "What chunks are computed behind: none, similar (also behind the two most similar chunks), neighbour (also "
+        "behind the chunk before) or fixed (behind one neutral text); else what the store remembers.",
+        CONTEXT,
     )
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")
     neighbours: int = option(0, "Chunks added around each hit.", at_least(0))

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -295,6 +295,33 @@ class ChunkIndex(ChunkDatabase):
             turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row in found))}
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
+
+    def similar_texts(self, text: str, count: int, may_stand: Callable[[str], bool] = lambda text: True) -> list[str]:
+        """The texts of the `count` chunks nearest to the chunk of this text, by the vectors that are stored, nearest
+        first: other texts than this one, none twice, that `may_stand` accepts. Fewer where there are no more.
+        """
+        own = self.vectors([text]).get(text_hash(text))
+        if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
+            return []
+        seen, found, asked = {text_hash(text)}, list[str](), 4 * (count + 1)
+        with self.reading():
+            self._catch_up()
+            done = 0
+            while True:
+                score_of = self._vectors.nearest(vector.reshape(1, -1), asked)
+                ids = list(score_of)
+                rows = {row.id: row for row in self.rows(ids[done:])}
+                for row in (rows[row_id] for row_id in ids[done:]):
+                    if row.text_hash in seen:
+                        continue
+                    seen.add(row.text_hash)
+                    if may_stand(row.text):
+                        found.append(row.text)
+                        if len(found) == count:
+                            return found
+                if len(ids) < asked:
+                    return found
+                done, asked = len(ids), 4 * asked
 
     def _with_neighbours(
         self, found: list[Row], score_of: dict[int, float], distance: int

@@ -20,6 +20,7 @@ Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 KvDtype = Literal["auto", "int8", "fp8"]
+ContextPolicy = Literal["none", "neighbour", "fixed", "similar"]  # what chunks are computed behind besides the prefix
 
 
 class Check(NamedTuple):
@@ -55,6 +56,7 @@ def share(low: str, high: str) -> Check:
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
+CONTEXT = one_of(*get_args(ContextPolicy))
 
 
 class Option(NamedTuple):

@@ -11,7 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -32,11 +32,14 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.contexts import drop_stale, drop_versions, settle_context, versions, with_similar
 from ragblend.ingestion.follow import Cut, follow, moved_from
 from ragblend.ingestion.follow import Progress as Progress
 from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
 from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
+from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.segmenter import FIXED_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def ingest(
     splitter: Splitter | None = None,
     glob: str = "*",
     precompute: bool = True,
-    neighbour_kv: bool = False,
+    context: ContextPolicy | None = None,
     keep_missing: bool = False,
     max_file_mib: float = MAX_FILE_MIB,
     embedder: str | None = None,
@@ -98,8 +101,11 @@ def ingest(
 
     chunk_size: most tokens per chunk, in the engine's own tokenizer; the index's own where it is None. `splitter` cuts
     instead (`chunker.adapt_splitter` takes LangChain's and LlamaIndex's). Documents that were cut otherwise are cut
-    again, and `say` is told. `neighbour_kv` also keeps each chunk's KV as computed behind the chunk before it: twice
-    the prefill and the store, for answers closer to full prefill where retrieval brings both.
+    again, and `say` is told.
+
+    context: what chunks are computed behind besides the prefix, see `lookup`; the store remembers it. None is what it
+    remembers, "none" in a new one. "neighbour" and "similar" keep a second version of each chunk: twice the store.
+    `precompute_index` changes it; here it has to be what the store has, or UsageError.
 
     Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
     `report.failures`, others that are no documents in `report.skipped`. Raises EmptyCorpusError when there is nothing
@@ -109,6 +115,8 @@ def ingest(
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     tell = progress or (lambda stage, done, total: None)
+    if precompute:
+        settle_context(engine, context)
     own = [index.path if isinstance(index, ChunkIndex) else index, *folders_of(engine.store)]
     found = walk([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # What is opened here is saved and closed here: left open, what was committed stands in the database's log alone.
@@ -131,7 +139,7 @@ def ingest(
         report.num_chunks = len(chunks)
         report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
         if precompute and chunks:
-            precompute_chunks(with_neighbours(chunks) if neighbour_kv else chunks, engine, tell, report, say)
+            precompute_chunks(versions(chunks, engine.context), engine, tell, report, say, index=opened)
             indexed = set(followed.sources).difference(opened.sources("precomputed"))
             opened.set_status(indexed, "precomputed")
             _pin_again(followed.sources, engine, opened)
@@ -169,6 +177,7 @@ def precompute_chunks(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
+    index: ChunkIndex | None = None,
     note: Callable[[], object] | None = None,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
@@ -176,27 +185,29 @@ def precompute_chunks(
     A chunk that is stored is known, in whatever dtype. With `rewrite`, known chunks take on the store's `kv_dtype`: KV
     as computed is rounded; KV in eight bits is prefilled again, because what rounding lost is lost.
     The size to come is forecast, told through `say`, and checked against the disk before anything is computed.
-    `note` registers the texts; by default they become an index's.
+    `index` finds what similar versions are computed behind; without one they are a UsageError. `note` registers the
+    texts; by default they become an index's.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     tell = progress or (lambda stage, done, total: None)
     start_s = perf_counter()
-    distinct = {(chunk.text, chunk.behind): chunk for chunk in chunks}
+    distinct = {(chunk.text, chunk.context, chunk.behind): chunk for chunk in chunks}
     # Texts are noted first. A text whose KV is still to come is prefilled in its prompt, KV whose text is unknown would
     # never be found. And who deletes KV of texts that are gone looks there last: what is stored stays from here on.
     if note is not None:
         note()
     else:
         with closing(registry_of(engine.store)) as registry:
-            registry.add(text for text, _ in distinct)
+            registry.add(text for text, *_ in distinct)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     missing = [chunk for chunk, key in keys.items() if not engine.store.contains(key)]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_tier(engine.store), set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
-    renewed: list[Chunk] = []
+    missing, renewed = with_similar(missing, engine, index), list[Chunk]()
     if rewrite:
         num_rounded, renewed = round_known(known, engine)
+        renewed = with_similar(renewed, engine, index)
         report.num_rewritten_kv = num_rounded + len(renewed)
     elif num_others := count_others(known, engine, disk):
         report.num_other_kv = num_others
@@ -214,10 +225,13 @@ def precompute_chunks(
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
     tell("prefill", 0, len(missing) + len(renewed))
     stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
-    for done, nbytes in enumerate(stored, start=1):
-        report.new_kv_bytes += nbytes
-        report.num_new_kv += done <= len(missing)
-        tell("prefill", done, len(missing) + len(renewed))
+    try:
+        for done, nbytes in enumerate(stored, start=1):
+            report.new_kv_bytes += nbytes
+            report.num_new_kv += done <= len(missing)
+            tell("prefill", done, len(missing) + len(renewed))
+    finally:
+        drop_stale((*missing, *renewed), engine, index)
     if disk is not None:
         with closing(registry_of(engine.store)) as registry:
             registry.note_stored(filter(disk.holds, keys.values()), engine.fingerprint)
@@ -225,15 +239,33 @@ def precompute_chunks(
     return report
 
 
-def with_neighbours(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """`chunks`, and after each that follows another of its document once more, to be computed behind that one."""
-    found: list[Chunk] = []
-    for chunk in chunks:
-        before = found[-1] if found else None  # the chunk before, or its second version, whose text is the same
-        found.append(chunk)
-        if before is not None and before.source == chunk.source:
-            found.append(replace(chunk, behind=before.text))
-    return found
+def precompute_index(
+    engine: Engine,
+    index: ChunkIndex,
+    context: ContextPolicy | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+    *,
+    rewrite: bool = False,
+) -> IngestReport:
+    """Prefill every indexed chunk whose KV the store does not hold, in every version that its context asks for.
+
+    Another `context` than the store's is remembered first, and the versions that it has not are dropped last, so killed
+    in between, the same call goes on. `rewrite`: see `precompute_chunks`.
+    """
+    if context is not None:
+        engine.keep_context(context)
+    chunks = list(index.chunks())
+    wanted = versions(chunks, engine.context)
+    report = precompute_chunks(wanted, engine, progress, say=say, rewrite=rewrite, index=index)
+    if context is not None:
+        report.num_removed_kv, problem = drop_versions(chunks, wanted, engine)
+        if problem:
+            logger.warning("other versions stay in the remote tier (%s); the same command drops them there", problem)
+        _pin_again(index.sources(), engine, index)
+    report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
+    report.store_bytes = disk_bytes(engine)
+    return report
 
 
 def _prefill(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
@@ -249,7 +281,8 @@ def precompute_documents(
 
     `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `names`: for each document
     what it is known by, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. What
-    was precomputed under a name before, and is not now, is dropped unless something else has it.
+    was precomputed under a name before, and is not now, is dropped unless something else has it. In a store whose
+    context is "similar" or "neighbour" chunks that come this way are stored alone: only an index knows the others.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     given = list(documents)
@@ -343,7 +376,7 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; ragblend stats lists them")
     if isinstance(engine.store, Pins):
-        engine.store.pin(source, [engine.key(chunk) for chunk in with_neighbours(chunks)])
+        engine.store.pin(source, [engine.key(chunk) for chunk in versions(chunks, engine.context)])
     return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
 
 
@@ -406,11 +439,13 @@ def check_room(path: Path, nbytes: int) -> int:
 
 def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
     """`chunk_size`, or a UsageError when a chunk of it would not fit the model's context with a question behind it."""
-    room = engine.context_length - 64
+    num_fixed = FIXED_TOKENS if engine.context == "fixed" else 0
+    room = engine.context_length - 64 - num_fixed
     if not 0 < chunk_size <= room:
+        behind = f", {num_fixed} of them the fixed context that chunks are computed behind" if num_fixed else ""
         raise UsageError(
-            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}, choose 1 to {room} "
-            "(--chunk-size), small enough that several chunks fit"
+            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}{behind}, choose 1 to "
+            f"{room} (--chunk-size), small enough that several chunks fit"
         )
     return chunk_size
 

@@ -13,6 +13,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, disk_tier
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
+from ragblend.ingestion.contexts import versions
 from ragblend.precompute import (
     as_chunk,
     ingest,
@@ -21,7 +22,6 @@ from ragblend.precompute import (
     precompute_chunks,
     precompute_documents,
     remove_documents,
-    with_neighbours,
 )
 from ragblend.prompt.prompt import Chunk
 
@@ -78,7 +78,7 @@ def test_an_index_opened_for_ingestion_is_saved_and_closed(texts, corpus, engine
 
 def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
     run(corpus, engine, tmp_path)
-    monkeypatch.setattr(engine, "_prefill_chunks", lambda chunks: pytest.fail("prefilled a known chunk"))
+    monkeypatch.setattr(engine, "_prefill_chunks", lambda *_: pytest.fail("prefilled a known chunk"))
     report = run(corpus, engine, tmp_path)
     assert (report.num_unchanged, report.num_new_kv, report.num_known_kv) == (4, 0, report.num_chunks)
 
@@ -86,11 +86,11 @@ def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_
 def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path, monkeypatch):
     original, calls = engine._prefill_chunks, []
 
-    def interrupted(chunks):
+    def interrupted(chunks, behind):
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(chunks)
-        return original(chunks)
+        return original(chunks, behind)
 
     monkeypatch.setattr("ragblend.engine.hf.engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
     monkeypatch.setattr(engine, "_prefill_chunks", interrupted)
@@ -178,7 +178,7 @@ def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engin
     folder.mkdir()
     (folder / "long.txt").write_text("\n\n".join(f"Bob Fox number {n} lives in Norburg and plays." for n in range(5)))
     (folder / "other.txt").write_text(TEXTS["fox.txt"])
-    options = {"chunk_size": 16, "embedder": "hashing", "neighbour_kv": True}
+    options = {"chunk_size": 16, "embedder": "hashing", "context": "neighbour"}
     report = ingest(folder, engine, tmp_path / "index", **options)
     assert (report.num_chunks, report.num_new_kv) == (6, 6 + 4)
     assert ingest(folder, engine, tmp_path / "index", **options).num_new_kv == 0
@@ -187,10 +187,10 @@ def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engin
         chunks = list(index.chunks(source))
         prompt = SegmentedPrompt(chunks[1:4], "Where does Bob Fox live?")
         hits = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
-        assert [chunk.behind_neighbour for chunk in hits] == [False, True, True]
+        assert [chunk.context for chunk in hits] == ["none", "neighbour", "neighbour"]
         assert pin_document(source, engine, index) == (5, 5)
         pinned = disk_tier(engine.store).pins()[source]
-        assert set(pinned) == {engine.key(chunk) for chunk in with_neighbours(chunks)}
+        assert set(pinned) == {engine.key(chunk) for chunk in versions(chunks, "neighbour")}
         assert len(pinned) == 9
         assert remove_documents([source], engine, index) == (5, 9)
         assert len(list(engine.store.keys())) == 1
@@ -268,7 +268,7 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
         prefilled, original, missing = [], engine._prefill_chunks, engine.segmenter.chunk_ids(chunks[-1])
-        monkeypatch.setattr(engine, "_prefill_chunks", lambda ids: prefilled.extend(ids) or original(ids))
+        monkeypatch.setattr(engine, "_prefill_chunks", lambda ids, *more: prefilled.extend(ids) or original(ids, *more))
         report = precompute_chunks(chunks, engine, rewrite=True)
     assert prefilled == [missing], "only what was missing"
     assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks) - 1, 1)

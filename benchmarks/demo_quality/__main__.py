@@ -59,7 +59,7 @@ def main(
     k: Annotated[int | None, flag("k")] = None,
     neighbours: Annotated[int | None, flag("neighbours")] = None,
     chunk_size: Annotated[int, typer.Option("--chunk-size", help="Most tokens per chunk of the corpus.")] = 112,
-    neighbour_kv: Annotated[bool | None, flag("neighbour_kv")] = None,
+    context: Annotated[str | None, flag("context")] = None,
     embedder: Annotated[str | None, flag("embedder")] = None,
     out_: Annotated[
         Path | None, typer.Option("--out", help="JSON file, data/results/quality[-corpus].json; - for stdout.")
@@ -100,7 +100,7 @@ def main(
         "k": k,
         "neighbours": neighbours,
         "chunk_size": chunk_size,
-        "neighbour_kv": neighbour_kv,
+        "context": context,
         "embedder": embedder,
     }
     print_facts = json_ or out_ == Path("-")

@@ -38,6 +38,7 @@ from ragblend.engine.load import load_engine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.intervals import wilson_interval
+from ragblend.options import ContextPolicy
 from ragblend.precompute import Progress, ingest, open_engine_index
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
@@ -79,7 +80,7 @@ class CorpusConfig:
     k: int = 3
     neighbours: int = 1
     chunk_size: int = 112  # tokens: one paragraph of the sample corpus, with its title, and never two
-    neighbour_kv: bool = False  # also keep each chunk's KV as computed behind the chunk before it
+    context: ContextPolicy | None = None  # what chunks are computed behind besides the prefix; None: nothing
     embedder: str | None = None  # None is what `ragblend ingest` takes
     rules: tuple[str, ...] = ("auto",)
     ratios: tuple[float, ...] = (DEFAULT_RATIO,)
@@ -107,7 +108,7 @@ class CorpusConfig:
         words = ["python", "-m", "benchmarks.demo_quality", "--model", self.model, "--corpus", str(self.corpus)]
         words += ["--num-questions", str(self.num_questions), "-k", str(self.k), "--neighbours", str(self.neighbours)]
         words += ["--chunk-size", str(self.chunk_size), *(["--embedder", self.embedder] if self.embedder else [])]
-        words += ["--neighbour-kv"] if self.neighbour_kv else []
+        words += ["--context", self.context] if self.context else []
         words += ["--rules", ",".join(self.rules), "--ratios", ",".join(f"{ratio:g}" for ratio in self.ratios)]
         return shlex.join([*words, "--seed", str(self.seed)])
 
@@ -189,7 +190,7 @@ def run_corpus(config: CorpusConfig, progress: Progress | None = None) -> Corpus
                 index,
                 chunk_size=config.chunk_size,
                 glob="*.md",
-                neighbour_kv=config.neighbour_kv,
+                context=config.context,
                 progress=progress,
             )
             chosen = configurations(config.rules, config.ratios)

@@ -1,8 +1,9 @@
 """Does ingestion keep the model busy? Chunks per second into a store on disk, beside the model's own prefill of them.
 
 Both take turns on the same chunks: stock prefill keeps nothing; ingestion finds out what is missing, packs, prefills,
-and writes files that survive a crash. Then documents of thousands of chunks are ingested twice by a tiny model: the
-second run prefills nothing, and what it takes is what knowing costs. Read `run_ingest` first.
+and writes files that survive a crash. With `contexts`, it also makes the versions that a store of each keeps. Then
+documents of thousands of chunks are ingested twice by a tiny model: the second run prefills nothing, and what it takes
+is what knowing costs. Read `run_ingest` first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,8 @@ from ragblend.bench.common.workloads import directory_of, draw_prompts, engine_f
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.open import open_store
 from ragblend.errors import RagblendError
+from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.options import ContextPolicy
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
 from ragblend.prompt.prompt import Chunk
 
@@ -61,6 +64,7 @@ class IngestResult(BenchResult):
     stored_bytes_per_token: int
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
+    context_over_none: dict[str, float]  # seconds of ingestion in a context over those in none, median of the rounds
     known: tuple[KnownRun, ...]
 
 
@@ -75,28 +79,54 @@ def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = No
             bytes_per_token = engine.bytes_per_token
         known = run_known(config, directory / "known", tell) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
-        medians = {mode: statistics.median(times[mode] for times in rounds) for mode in ("prefill", "ingest")}
+        medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
         ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
-        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, known)
+        over_none: dict[str, float] = {
+            policy: statistics.median(times[_mode(policy)] / times["ingest"] for times in rounds)
+            for policy in config.contexts
+            if policy != "none"
+        }
+        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none, known)
 
 
 def side_by_side(
     engine: TransformersEngine, config: IngestConfig, tell: Callable[[str], None]
 ) -> list[dict[str, float]]:
-    """Seconds of prefill and of ingestion, in turns over the same chunks, after one chunk that does not count."""
-    vocabulary = engine.layers.config.vocab_size
-    warm_up, *chunks = draw_prompts(config.num_chunks + 1, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
-    prefill_only(engine, [warm_up])
-    precompute_chunks([warm_up], engine)
+    """Seconds of prefill and of ingestion, in turns over the same chunks, after a few that do not count."""
+    vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
+    drawn = draw_prompts(count + 3, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
+    warm_up, chunks = drawn[count:], drawn[:count]
+    policies = tuple(dict.fromkeys(("none", *config.contexts)))
+    prefill_only(engine, warm_up[:1])
+    for policy in policies:
+        precompute_chunks(_versions(warm_up, policy), engine)  # the fixed text is computed here, once
     rounds = []
     for number in range(1, config.repeats + 1):
         tell(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
-        prefill_s = _timed(lambda: prefill_only(engine, chunks))
-        rounds.append({"prefill": prefill_s, "ingest": _timed(lambda: _ingest_new(engine, chunks))})
-        for chunk in chunks:
-            engine.forget(chunk)
+        times = {"prefill": _timed(lambda: prefill_only(engine, chunks))}
+        for policy in policies:
+            made = _versions(chunks, policy)
+            times[_mode(policy)] = _timed(lambda made=made: _ingest_new(engine, made))  # type: ignore[misc]
+            for chunk in made:
+                engine.forget(chunk)
+        rounds.append(times)
     return rounds
+
+
+def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
+    """What a store of this policy keeps of the chunks. Those before a chunk, around the corner, pass for similar ones:
+    an index would find them by vectors that it has."""
+    if policy == "none" or policy == "fixed":
+        return [replace(chunk, context=policy) for chunk in chunks]
+    num_behind = min(NUM_SIMILAR if policy == "similar" else 1, len(chunks) - 1)
+    behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
+    second = [replace(chunk, context=policy, behind=texts) for chunk, texts in zip(chunks, behind, strict=True)]
+    return [*_versions(chunks, "none"), *second]
+
+
+def _mode(policy: ContextPolicy) -> str:
+    return "ingest" if policy == "none" else f"ingest {policy}"
 
 
 @torch.inference_mode()
@@ -166,7 +196,7 @@ def write_documents(directory: Path, num_chunks: int, vocabulary: int, seed: int
 
 
 COLUMNS = (
-    Column("mode", "<9", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
+    Column("mode", "<16", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
     Column("seconds", ">9.2f", "seconds"), Column("tokens/s", ">10.1f", "tokens_per_s"),
 )  # fmt: skip
 
@@ -180,6 +210,7 @@ def table_lines(result: IngestResult) -> list[str]:
         *table(COLUMNS, result.runs),
     ]
     lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
+    lines += [f"{policy} over none: {over:.2f} times as long" for policy, over in result.context_over_none.items()]
     lines += [
         f"{run.run} run over {run.chunks} chunks of {KNOWN_CHUNK_TOKENS} tokens ({KNOWN_SHAPE}): {run.seconds:.1f} s, "
         f"{run.num_new_kv} new, {run.num_known_kv} known, {run.num_prefilled_tokens} tokens prefilled"

@@ -51,10 +51,10 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@takes("store remote rule ratio system dtype kv_dtype trust_remote_code")
+@takes("store remote rule ratio system context dtype kv_dtype trust_remote_code")
 def serve(
     settings: Settings,
-    context: typer.Context,
+    given: typer.Context,
     model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],  # sets `settings.model`
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port")] = 8000,
@@ -75,12 +75,12 @@ def serve(
 
     options = ServeOptions(settings, host, port, api_key, separator, separator_end)
     if dry_run:
-        print(prepare(options, context.args).shown())
+        print(prepare(options, given.args).shown())
         return
     err.print(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
     )
-    run(options, context.args)
+    run(options, given.args)
 
 
 def demo(

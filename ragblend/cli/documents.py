@@ -15,7 +15,7 @@ EXIT_PARTIAL = 6
 
 
 @takes(
-    "model backend index store remote chunk_size neighbour_kv embedder system namespace dtype kv_dtype device "
+    "model backend index store remote chunk_size context embedder system namespace dtype kv_dtype device "
     "trust_remote_code"
 )
 def ingest(
@@ -43,7 +43,7 @@ def ingest(
             glob=glob,
             precompute=precompute,
             keep_missing=keep_missing,
-            neighbour_kv=settings.neighbour_kv,
+            context=settings.context,
             max_file_mib=settings.max_file_mib,
             embedder=embedder_name(settings),
             progress=progress,
@@ -55,24 +55,22 @@ def ingest(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-@takes("model backend index store remote neighbour_kv system namespace dtype kv_dtype device trust_remote_code")
+@takes("model backend index store remote context system namespace dtype kv_dtype device trust_remote_code")
 def precompute(settings: Settings, kv_dtype: str | None = None, json_: JsonOption = False) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
 
     --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
+    --context changes what chunks are computed behind: what is missing is prefilled, then what it has not is dropped.
     """
-    from ragblend.precompute import disk_bytes, precompute_chunks, with_neighbours
+    from ragblend.precompute import precompute_index
 
     with (
         open_engine(settings, new_model=True) as engine,
         open_index_of(settings, engine) as opened,
         progress_bars() as progress,
     ):
-        chunks, rewrite = list(opened.chunks()), kv_dtype is not None
-        chunks = with_neighbours(chunks) if settings.neighbour_kv else chunks
-        report = precompute_chunks(chunks, engine, progress, say=err.print, rewrite=rewrite)
-        report.num_chunks, report.num_documents = opened.num_chunks, opened.num_documents
-        report.store_bytes = disk_bytes(engine)
+        rewrite = kv_dtype is not None
+        report = precompute_index(engine, opened, settings.context, progress, err.print, rewrite=rewrite)
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
 

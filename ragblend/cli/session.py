@@ -71,6 +71,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
         system=settings.system,
         namespace=settings.namespace,
         shadow=settings.shadow,
+        context=settings.context,
         new_model=new_model,
         trust_remote_code=settings.trust_remote_code,
         **settings.tiers,

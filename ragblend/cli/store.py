@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -94,6 +95,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
+        "context": disk.context(),
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
@@ -106,6 +108,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
         f"{manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {listed(map(shown, sorted(disk.pins())), 20)}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
@@ -135,8 +138,11 @@ def verify(
             repair_remote(tier, settings.store, report.damaged_remote)
         tier.close()
     if repair and report.is_bad:
+        from ragblend.engine.store.disk import CONTEXT_FILE
         from ragblend.upkeep.maintenance import repair_store
 
+        if CONTEXT_FILE in report.damaged_files:  # no engine opens the store before it is dropped
+            settings = replace(settings, context=settings.context or "none")
         with open_engine(settings) as engine, open_index_of(settings, engine) as opened, progress_bars() as progress:
             report.num_repaired = repair_store(report, engine, opened, progress)
     lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]

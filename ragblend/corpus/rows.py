@@ -69,7 +69,7 @@ class Leftovers(NamedTuple):
     """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
 
     texts: tuple[str, ...]
-    pairs: tuple[tuple[str, str], ...]  # (behind, text): a text that followed another, see `with_neighbours`
+    pairs: tuple[tuple[str, str], ...]  # (behind, text): a text that followed another, see `ingestion.contexts`
     sources: tuple[str, ...]  # documents that are gone whole
     source_of: dict[str, str]  # of a text, the first document that had it
     last_id: int  # what `doom` takes once it is known which entries these are

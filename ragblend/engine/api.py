@@ -9,7 +9,7 @@ from typing import Protocol, Self, Unpack
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.report import Generation
 from ragblend.engine.store.base import KVStore
-from ragblend.options import GenerationKeywords
+from ragblend.options import ContextPolicy, GenerationKeywords
 from ragblend.prompt.prompt import Part, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -39,6 +39,9 @@ class Engine(Protocol):
     def segmenter(self) -> Segmenter: ...
     @property
     def store(self) -> KVStore: ...
+    @property
+    def context(self) -> ContextPolicy: ...  # what chunks are computed behind besides the prefix, see `lookup`
+    def keep_context(self, policy: ContextPolicy) -> None: ...
     @property
     def context_length(self) -> int: ...
     @property

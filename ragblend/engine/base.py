@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
 from ragblend.engine.agreement import ShadowCounters
+from ragblend.engine.fusion.lookup import ALONE, Behind, key_name, remember_context, remembered_context
 from ragblend.engine.generation import Backfill
 from ragblend.engine.notices import Notices
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.options import CONTEXT, ContextPolicy
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt, as_chunk
 from ragblend.prompt.segmenter import Segmenter
 
 
@@ -27,7 +30,8 @@ class EngineBase(ABC):
     """The Engine protocol without prefilling and answering. Use as a context manager, or `close()` it.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
-    `flags`: how a command of ours names the model and the store, for messages that say what to type.
+    `context`: what this store's chunks are computed behind besides the prefix (see `lookup`); None: what its disk tier
+    remembers. `flags`: how a command of ours names the model and the store, for messages that say what to type.
     """
 
     closed = False
@@ -44,6 +48,7 @@ class EngineBase(ABC):
         on_miss: str = "store",
         shadow: float = 0.0,
         shadow_seed: int | None = None,
+        context: ContextPolicy | None = None,
         flags: str = "",
     ) -> None:
         if on_miss not in ("store", "inline"):
@@ -58,6 +63,9 @@ class EngineBase(ABC):
         self.system = system
         self.namespace = namespace
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
+        if context is not None:
+            CONTEXT.of("context", context)
+        self.context: ContextPolicy = context or remembered_context(store) or "none"
         self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
@@ -88,40 +96,68 @@ class EngineBase(ABC):
 
     # -- ingestion
 
+    def keep_context(self, policy: ContextPolicy) -> None:
+        """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
+        remember_context(self.store, CONTEXT.of("context", policy))
+        self.context = policy
+
+    def keys_ahead(self, chunks: Sequence[Part]) -> list[str]:
+        """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context."""
+        named = [as_chunk(chunk) for chunk in chunks]
+        if self.context == "similar":
+            named = [replace(chunk, context="similar") for chunk in named]
+        first = [replace(chunk, context="none") for chunk in named[:1]]
+        return list(dict.fromkeys(map(self.key, (*first, *named))))
+
+    @property
+    def main_version(self) -> Behind:
+        """What the version is computed behind that the store keeps of every chunk."""
+        return Behind("fixed", (self.segmenter.fixed_ids,)) if self.context == "fixed" else ALONE
+
     def key(self, chunk: Part) -> str:
-        """The key of the chunk's KV behind the default prefix, or behind it and the chunk that it names in `behind`."""
+        """The key of the chunk's KV behind the default prefix, in the version that it names in `context`."""
         return self.key_of(*self._chunk_ids(chunk))
 
-    def key_of(self, token_ids: Sequence[int], neighbour: tuple[int, ...] = ()) -> str:
-        """`key` of a chunk that is token ids already, behind another that is."""
-        return self._key(self.default_prefix_ids + neighbour, token_ids)
+    def key_of(self, token_ids: Sequence[int], behind: Behind = ALONE) -> str:
+        """`key` of a chunk that is token ids already, in the version that is computed behind `behind`."""
+        return self._key(self.default_prefix_ids + behind.key_ids, token_ids, key_name(behind.policy))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Whether the chunk's KV behind the default prefix is in the store."""
+        """Whether the chunk's KV behind the default prefix is in the store, in the version that it names."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk behind the default prefix, alone or behind the chunk that it names in `behind`, and store
-        its slice. Bytes stored; 0 if it was there.
+        """Prefill one chunk behind the default prefix and what it names in `context` and `behind`, and store its slice.
+
+        Bytes stored; 0 if it was there. Raises UsageError for a similar version without the texts it is behind.
         """
         return self.precompute_ids(*self._chunk_ids(chunk))
 
     @abstractmethod
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        """`precompute` of a chunk that is token ids already, behind another that is."""
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+        """`precompute` of a chunk that is token ids already, behind what is."""
 
     def forget(self, chunk: Part) -> bool:
         """Drop the chunk's KV behind the default prefix; whether it was stored."""
         return self.store.delete(self.key(chunk))
 
-    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The chunk's ids, and those of the chunk that it is to be computed behind."""
-        for text in (chunk.text, chunk.behind or "") if isinstance(chunk, Chunk) else (chunk,):
+    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], Behind]:
+        """The chunk's ids, and what it is to be computed behind."""
+        for text in (chunk.text, *chunk.behind) if isinstance(chunk, Chunk) else (chunk,):
             check_unicode(text, "a chunk")
-        return self.segmenter.chunk_ids(chunk), self.segmenter.context_ids(chunk)
+        return self.segmenter.chunk_ids(chunk), self._behind_of(chunk)
 
-    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace)
+    def _behind_of(self, chunk: Part) -> Behind:
+        """What the version of a chunk that it names is computed behind."""
+        named = chunk.context if isinstance(chunk, Chunk) else None
+        if named is None:
+            return self.main_version
+        if named == "fixed":
+            return Behind(named, (self.segmenter.fixed_ids,))
+        return Behind(named, self.segmenter.context_parts(chunk)) if isinstance(chunk, Chunk) else ALONE
+
+    def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
+        return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace, context)
 
     # -- answering
 
@@ -145,6 +181,21 @@ class EngineBase(ABC):
             )
 
     # -- background work
+
+    def _lacks_alone(self, prompt: TokenizedPrompt, segment: Segment) -> bool:
+        """Whether a chunk stands where it would be exact alone, and the store keeps another version of it."""
+        is_first = segment.start == len(prompt.prefix_ids) and prompt.prefix_ids == self.default_prefix_ids
+        return is_first and self.main_version != ALONE
+
+    def _store_later(self, prompt: TokenizedPrompt, segments: Iterable[Segment]) -> None:
+        """Precompute chunks of `prompt` in the background, unless `on_miss` is "inline": in the store's main version,
+        and alone where that would have been exact."""
+        if self._backfill is None or self.closed:
+            return
+        for segment in segments:
+            self._backfill.add(segment.token_ids, self.main_version)
+            if self._lacks_alone(prompt, segment):
+                self._backfill.add(segment.token_ids, ALONE)
 
     @property
     def shadow(self) -> ShadowCounters:

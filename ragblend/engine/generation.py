@@ -17,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampler, StopScanner
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import Check
 from ragblend.engine.report import BlendReport, Generation
@@ -108,7 +109,7 @@ class DecodingEngine(Protocol):
     def prefill(self, request: Request) -> Prefilled: ...
     def decode_step(self, token: int, fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
-    def backfill(self, misses: Sequence[Segment]) -> None: ...
+    def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None: ...
 
 
 OnEnd = Callable[[Prefilled, Generation], None]
@@ -184,7 +185,7 @@ class GenerationStream:
             report.decode_s = perf_counter() - decode_start_s
             report.completion_tokens = len(result.token_ids)
             self._remember(prefilled.fused)
-            engine.backfill(prefilled.misses)
+            engine.backfill(self._request.prompt, prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
 
@@ -202,18 +203,21 @@ class Backfill:
     An executor, because the interpreter joins its thread at exit: a thread still inside torch then would abort it.
     """
 
-    def __init__(self, precompute: Callable[[tuple[int, ...]], int]) -> None:
+    def __init__(self, precompute: Callable[[tuple[int, ...], Behind], int]) -> None:
         self._precompute = precompute
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
 
-    def add(self, token_ids: tuple[int, ...]) -> None:
-        """Queue one chunk. Once it is closed, or the interpreter going away, nothing is: the chunk stays a miss."""
+    def add(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> None:
+        """Queue a version of one chunk, the one behind `behind`.
+
+        Once it is closed, or the interpreter going away, nothing is queued: the chunk stays a miss.
+        """
         with self._lock:
             self._pending = [future for future in self._pending if not future.done() or future.exception()]
             try:
-                self._pending.append(self._executor.submit(self._work, token_ids))
+                self._pending.append(self._executor.submit(self._work, token_ids, behind))
             except RuntimeError as error:
                 log.debug("a missed chunk is not stored: %s", error)
 
@@ -228,9 +232,9 @@ class Backfill:
         """Finish what is queued and end the thread."""
         self._executor.shutdown(wait=True)
 
-    def _work(self, token_ids: tuple[int, ...]) -> None:
+    def _work(self, token_ids: tuple[int, ...], behind: Behind) -> None:
         try:
-            self._precompute(token_ids)
+            self._precompute(token_ids, behind)
         except (RagblendError, OSError) as error:
             # The answer is out already; a full disk must not take the process down. flush() raises.
             log.warning("a missed chunk was not stored: %s", error)

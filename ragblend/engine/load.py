@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.store.open import open_store
-from ragblend.options import TierKeywords, TierOptions, is_url
+from ragblend.options import ContextPolicy, TierKeywords, TierOptions, is_url
 
 
 @overload
@@ -32,6 +32,7 @@ def load_engine(
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
+    context: ContextPolicy | None = None,
     new_model: bool = False,
     trust_remote_code: bool = False,
     **tiers: Unpack[TierKeywords],
@@ -50,6 +51,7 @@ def load_engine(
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
+    context: ContextPolicy | None = None,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
@@ -71,6 +73,7 @@ def load_engine(
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
+    context: ContextPolicy | None = None,
     new_model: bool = False,
     trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
@@ -84,7 +87,9 @@ def load_engine(
     `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
     `tiers` are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
-    KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added.
+    KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added. `context`: what the
+    store's chunks were computed behind besides the prefix; None is what it remembers, so it is said where the KV is
+    in a remote tier that somebody else fills.
 
     `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
     `engine.shadow` counts how often they agree, each report's `shadow` says what was found.
@@ -95,6 +100,7 @@ def load_engine(
     and `max_retries` are for HTTP.
     """
     options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
+    options["context"] = context
     if store is None or isinstance(store, str | Path):
         options["flags"] = _command_flags(
             model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")), dtype=dtype,
@@ -248,7 +254,10 @@ def _load_vllm(
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
-    transfer = transfer_config(root, tiers, model=model, system=options["system"], trust_remote_code=trust_remote_code)
+    transfer = transfer_config(
+        root, tiers, model=model, system=options["system"], context=options["context"],
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     return VllmEngine(

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
+from ragblend.engine.fusion.lookup import Behind
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -51,6 +52,9 @@ class Noticing(Protocol):
     system: str | None
     namespace: str
     default_prefix_ids: tuple[int, ...]
+
+    @property
+    def main_version(self) -> Behind: ...  # noqa: D102
 
 
 class Notices:
@@ -199,10 +203,12 @@ class Notices:
 
     def _other_prefixes(self, own: Sequence[KVHeader], prefix_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         engine = self._engine
-        often = Counter(header.prefix_ids for header in own).most_common()
-        found = dict.fromkeys([engine.segmenter.default_prefix_ids(), *(ids for ids, _ in often)])
+        often = Counter(header.prefix_ids for header in own if not header.context).most_common()
+        plain = engine.segmenter.default_prefix_ids()
+        found = dict.fromkeys([plain, plain + engine.main_version.token_ids, *(ids for ids, _ in often)])
         for tried in (prefix_ids, engine.default_prefix_ids):
             found.pop(tried, None)
+            found.pop(tried + engine.main_version.token_ids, None)
         return list(found)[:MAX_PREFIXES]
 
     def _holds(self, key: str) -> bool:
@@ -221,7 +227,10 @@ class Notices:
         return f"the store {' and '.join(map(str, found))}" if found else "memory"
 
     def _described(self, prefix_ids: tuple[int, ...]) -> str:
-        """A prefix in a few words."""
+        """A prefix in a few words, without the fixed text behind it."""
+        fixed = self._engine.segmenter.fixed_ids
+        if fixed and prefix_ids[-len(fixed) :] == fixed:
+            prefix_ids = prefix_ids[: -len(fixed)]
         if prefix_ids == self._engine.segmenter.default_prefix_ids():
             return "no system text"
         if prefix_ids == self._engine.default_prefix_ids and self._engine.system:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ragblend.engine.agreement import ShadowReport
 from ragblend.options import MODES as MODES
+from ragblend.options import ContextPolicy
 from ragblend.options import Mode as Mode
 from ragblend.options import RatioChoice as RatioChoice
 
@@ -31,7 +32,7 @@ class ChunkReport:
     prefix_match: PrefixMatch | None = None
     exact: bool = False
     num_recomputed_tokens: int = 0
-    behind_neighbour: bool = False  # its KV was computed behind the chunk before it, not alone
+    context: ContextPolicy = "none"  # its ingestion context: what its KV was computed behind besides the prefix
     kv_dtype: str | None = None
 
 

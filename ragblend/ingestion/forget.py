@@ -14,10 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 from ragblend.corpus.rows import Doomed, Leftovers, text_hash
 from ragblend.corpus.texts import ChunkRegistry, registry_of
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import StoreEntry
-from ragblend.engine.store.tiered import Pins, TieredStore, disk_tier
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import Pins, TieredStore, disk_tier, tiers_of
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
+from ragblend.ingestion.contexts import alone_versions
 from ragblend.prompt.prompt import Chunk
 
 Ids = tuple[int, ...]
@@ -65,8 +69,21 @@ def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkReg
         behind = text_hash(lost.behind) if lost.behind else b""
         source = left.source_of.get(lost.text, "")
         doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
+    if gone:
+        doomed += _unseen(index, engine, places)
     registry.forget_stored({entry.key for entry in doomed})
     index.doom(doomed, left)
+
+
+def _unseen(index: ChunkIndex, engine: Engine, places: Iterable[str]) -> list[Doomed]:
+    """Similar versions of what is indexed that this machine does not hold: nobody here can tell what they were computed
+    behind, so where a text is gone they go from other machines. They are computed again with the next ingestion."""
+    near = {header.key for header in near_headers(engine.store)}
+    elsewhere = [place for place in places if place != HERE or not has_headers(engine.store)]
+    if engine.context != "similar" or not elsewhere:
+        return []
+    keys = {engine.key(Chunk(text, context="similar")) for _, text in index.texts()}
+    return [Doomed(key, place, "", b"") for key in sorted(keys - near) for place in elsewhere]
 
 
 def _carry_out(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
@@ -115,27 +132,39 @@ def doomed_keys(
 ) -> dict[str, Lost]:
     """Keys of the KV of texts, and of `pairs` (behind, text), and why each goes; in the order in which to delete them.
 
-    everywhere: in the local disk tier, whose headers are read for it, also that of other models and prefixes, and of
+    everywhere: in the local tiers, whose headers are read for it, also that of other models and prefixes, and of
     whatever was computed behind these texts, in the engine's own namespace.
     """
     chunks = [Chunk(text) for text in dict.fromkeys(texts)]
-    neighbours = [Chunk(text, behind=behind) for behind, text in pairs]
+    neighbours = [Chunk(text, context="neighbour", behind=(behind,)) for behind, text in pairs]
     keys: dict[str, Lost] = {}
-    disk, ids_of = disk_tier(engine.store), engine.segmenter.chunk_ids
-    if disk is not None and (chunks or neighbours) and everywhere:
+    ids_of, joint = engine.segmenter.chunk_ids, engine.segmenter.joint_ids
+    if (chunks or neighbours) and everywhere:
         namespace, prefix = getattr(engine, "namespace", ""), tuple(getattr(engine, "default_prefix_ids", ()))
         gone = {ids_of(chunk): Lost(chunk.text) for chunk in chunks}
         apart = [
-            (engine.segmenter.context_ids(chunk), ids_of(chunk), Lost(chunk.text, chunk.behind or ""))
+            (ids_of(behind) + joint, ids_of(chunk), Lost(chunk.text, behind))
             for chunk in neighbours
+            for behind in chunk.behind
         ]
-        mine = (entry for entry in disk.entries() if entry.header.namespace == namespace)
-        joint = engine.segmenter.joint_ids
+        mine = (header for header in near_headers(engine.store) if header.namespace == namespace)
         contexts = {hash(prefix + ids + joint): lost for ids, lost in gone.items()}
         keys = dict(keys_without(mine, gone.get, joint, apart, contexts))
-    for chunk in (*neighbours, *chunks):
-        keys.setdefault(engine.key(chunk), Lost(chunk.text, chunk.behind or ""))
+    for chunk in (*neighbours, *(version for each in chunks for version in alone_versions(each.text))):
+        keys.setdefault(engine.key(chunk), Lost(chunk.text, "".join(chunk.behind)))
     return keys
+
+
+def has_headers(store: KVStore) -> bool:
+    """Whether a tier of `store` can be looked through: it is on this machine, and no server's."""
+    return any(isinstance(tier, DiskStore | MemoryStore) for tier in tiers_of(store))
+
+
+def near_headers(store: KVStore) -> Iterator[KVHeader]:
+    """The headers of what this process can look at: of its disk and memory tiers."""
+    for tier in tiers_of(store):
+        if isinstance(tier, DiskStore | MemoryStore):
+            yield from tier.headers()
 
 
 def forget_texts(texts: Iterable[str], engine: Engine) -> tuple[int, str]:
@@ -158,7 +187,7 @@ def forget_texts(texts: Iterable[str], engine: Engine) -> tuple[int, str]:
 
 
 def keys_without(
-    entries: Iterable[StoreEntry],
+    headers: Iterable[KVHeader],
     reason_of: Callable[[Ids], Reason | None],
     joint: Ids,
     pairs: Iterable[tuple[Ids, Ids, Reason]] = (),
@@ -169,26 +198,37 @@ def keys_without(
 
     A neighbour version is stored behind prefix, chunk and `joint` (what stands between two chunks), and that chunk
     behind the prefix: so one tells of the other, and comes after it here. contexts: hashes of contexts that are gone
-    where nothing is there to tell.
+    where nothing is there to tell. A similar version says itself which chunks it was computed behind.
     """
     befores: dict[Ids, list[tuple[Ids, Reason]]] = {}
     for behind, ids, reason in pairs:
         befores.setdefault(ids, []).append((behind, reason))
     doomed, seen = dict(contexts or {}), []  # by hashes: the ids of a large store would not fit into memory
     gone: list[tuple[str, Reason]] = []
-    for entry in entries:
-        context, ids = entry.header.prefix_ids, entry.header.token_ids
+    for header in headers:
+        context, ids = header.prefix_ids, header.token_ids
         reason_here = reason_of(ids)
-        apart = [reason for behind, reason in befores.get(ids, ()) if context[-len(behind) :] == behind]
+        if header.context:
+            apart = [reason for reason in map(reason_of, _similar_in(header, joint)) if reason is not None]
+        else:
+            apart = [reason for behind, reason in befores.get(ids, ()) if context[-len(behind) :] == behind]
         if reason_here is not None:
             doomed[hash(context + ids + joint)] = reason_here
-            gone.append((entry.key, reason_here))
+            gone.append((header.key, reason_here))
         elif apart:
-            yield entry.key, apart[0]
+            yield header.key, apart[0]
         else:
-            seen.append((entry.key, hash(context)))
+            seen.append((header.key, hash(context)))
     yield from ((key, doomed[context]) for key, context in seen if context in doomed)
     yield from gone
+
+
+def _similar_in(header: KVHeader, joint: Ids) -> Iterator[Ids]:
+    """The ids of the chunks that a similar version was computed behind."""
+    end = len(header.prefix_ids)
+    for length in reversed(header.context):
+        yield header.prefix_ids[end - length : end - len(joint)]
+        end -= length
 
 
 def forget_chunks(chunks: Iterable[Chunk], model: Any, still_used: Callable[[str], bool]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ragblend.errors import UsageError
+from ragblend.options import ContextPolicy
 
 CHUNK_JOINT = "\n\n"
 """Stands between a chunk that was handed over and what follows it, for models that declare no chunk template. It is
@@ -23,8 +24,9 @@ class Chunk:
     """A reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character. `behind`, for
-    precomputing: the text of the chunk before it, which its KV is to have seen; None is alone. `in_text`: it was found
-    in the text of a prompt rather than handed over, so what stands around it is there already and nothing is added.
+    precomputing: the texts of other chunks that its KV is to have seen, and `context` what they are to it: None is the
+    version that its store keeps of every chunk. `in_text`: it was found in the text of a prompt rather than handed
+    over, so what stands around it is there already and nothing is added.
     """
 
     text: str
@@ -32,7 +34,8 @@ class Chunk:
     start: int = 0
     end: int = -1  # -1 at construction means start + len(text)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    behind: str | None = None
+    context: ContextPolicy | None = None
+    behind: tuple[str, ...] = ()
     in_text: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, registry_of
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import CALIBRATIONS_DIR, MACHINES_DIR, MODELS_DIR, PINS_DIR, DiskStore, StoreEntry
+from ragblend.engine.store.disk import (
+    CALIBRATIONS_DIR,
+    CONTEXT_FILE,
+    MACHINES_DIR,
+    MODELS_DIR,
+    PINS_DIR,
+    DiskStore,
+)
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import problem_of
@@ -26,8 +34,9 @@ from ragblend.errors import (
     StoreFullError,
 )
 from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.contexts import versions
 from ragblend.ingestion.forget import keys_without
-from ragblend.precompute import Progress, pin_document, precompute_chunks, with_neighbours
+from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.prompt import Chunk
 from ragblend.prompt.segmenter import Segmenter
 
@@ -84,7 +93,7 @@ def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
             used = _ids_in_use(opened)
             if used is not None:
                 held: set[tuple[int, ...]] = set()
-                report.orphans = sum(1 for _ in _orphans(_noting(disk.entries(), held), used))
+                report.orphans = sum(1 for _ in _orphans(_noting(disk.headers(), held), used))
                 report.num_without_kv = len(used.ids - held)
     except NotFoundError:
         pass  # a store can be used without an index, by the framework adapters
@@ -130,9 +139,11 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     indexed = {chunk.text.strip() for chunk in chunks}
     with registry_of(engine.store) as registry:
         others = [Chunk(text) for text in registry.texts() if text not in indexed]
-        behind = [chunk for chunk in with_neighbours(chunks) if chunk.behind is not None]
+        behind = [chunk for chunk in versions(chunks, engine.context) if chunk.context is not None]
         again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
-        repaired = precompute_chunks([*chunks, *again], engine, progress, note=lambda: registry.add(indexed))
+        repaired = precompute_chunks(
+            [*chunks, *again], engine, progress, index=index, note=lambda: registry.add(indexed)
+        )
         stored = registry.stored()
     for key in report.damaged if disk is not None else ():
         assert disk is not None
@@ -188,6 +199,7 @@ _WHAT_IT_WAS = {
     MODELS_DIR: "an engine of that model notes itself again",
     CALIBRATIONS_DIR: "make it again: ragblend calibrate",
     MACHINES_DIR: "make it again: ragblend profile",
+    CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
     REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
 }
 
@@ -228,7 +240,7 @@ def collect_garbage(
             )
         kept = {text.strip() for _, text in opened.texts()}
         if dry_run:
-            unwanted = set(_orphans(disk.entries(), used))
+            unwanted = set(_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return Garbage(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
@@ -250,12 +262,12 @@ def collect_garbage(
 def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
     """Delete what no chunk in use needs, in such an order that, killed in between, the rest is still known for it."""
     dropped, freed_bytes = list[str](), 0
-    pending = list(_orphans(disk.entries(), used))
+    pending = list(_orphans(disk.headers(), used))
     while pending:
         with index.holding():  # what is indexed from here on finds its KV, or prefills it
             if fresh := index.texts_since(used.generation):
                 used = used.with_texts(fresh, index.manifest.generation)
-                pending = list(_orphans(_entries_of(disk, pending), used))
+                pending = list(_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.drop(batch)
         dropped += batch
@@ -276,24 +288,18 @@ def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) ->
     return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
 
 
-def _orphans(entries: Iterable[StoreEntry], used: _InUse) -> Iterator[str]:
+def _orphans(headers: Iterable[KVHeader], used: _InUse) -> Iterator[str]:
     """Keys of chunks' KV that no chunk in use needs."""
-    behind_prefix = (entry for entry in entries if entry.header.prefix_ids)
+    behind_prefix = (header for header in headers if header.prefix_ids)
     found = keys_without(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
     return (key for key, _ in found)
 
 
-def _entries_of(disk: DiskStore, keys: Iterable[str]) -> Iterator[StoreEntry]:
-    for key in keys:
-        if (header := disk.header(key)) is not None:
-            yield StoreEntry(key, 0, 0.0, header)
-
-
-def _noting(entries: Iterable[StoreEntry], held: set[tuple[int, ...]]) -> Iterator[StoreEntry]:
-    """The entries, their token ids put into `held` as they pass."""
-    for entry in entries:
-        held.add(entry.header.token_ids)
-        yield entry
+def _noting(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
+    """The headers, their token ids put into `held` as they pass."""
+    for header in headers:
+        held.add(header.token_ids)
+        yield header
 
 
 class PushReport(NamedTuple):

@@ -90,6 +90,7 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
         separator=options.separator,
         separator_end=options.separator_end,
         system=settings.system,
+        context=settings.context,
         trust_remote_code=settings.trust_remote_code,
     )
     own = ["--host", options.host, "--port", str(options.port)]

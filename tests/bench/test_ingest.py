@@ -47,6 +47,17 @@ def test_the_json_object_has_the_keys_that_were_agreed() -> None:
     assert any(line.startswith("cpu") for line in lines)
 
 
+def test_contexts_are_ingested_in_turns_with_none() -> None:
+    result = run_ingest(IngestConfig(**{**SMALL, "num_known": 0, "contexts": ("fixed", "similar", "neighbour")}))
+    modes = ["prefill", "ingest", "ingest fixed", "ingest similar", "ingest neighbour"]
+    assert [run.mode for run in result.runs] == modes
+    assert list(result.context_over_none) == ["fixed", "similar", "neighbour"]
+    assert result.context_over_none["similar"] > 1
+    assert len(table_lines(result)) == 11
+    with pytest.raises(UsageError, match="context is 'both'"):
+        IngestConfig(**{**SMALL, "contexts": ("both",)})
+
+
 def test_prefill_alone_leaves_nothing_in_the_store_and_chunks_that_were_there_are_told() -> None:
     engine = engine_for("tiny", MemoryStore(1 << 24))
     chunks = draw_prompts(3, 1, 24, 1, 1, 512).chunks

@@ -155,7 +155,7 @@ def fill(work: Path) -> None:
 
 
 def bring_in(work: Path, engine: Engine) -> None:
-    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", neighbour_kv=True)
+    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", context="neighbour")
 
 
 def answered(work: Path, engine: Engine) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Entries that somebody planted in the disk tier, Redis or S3: with a key none is used, without one none does harm.
 
-45 kinds in every tier, 10 more on disk (tests/forgery.py), each asked for at ratio 1.0 and 0.15 and in mode `prefix`,
+51 kinds in every tier, 10 more on disk (tests/forgery.py), each asked for at ratio 1.0 and 0.15 and in mode `prefix`,
 as the prompt's first chunk: the one that is exact, and so never recomputed.
 """
 

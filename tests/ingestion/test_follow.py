@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "J
 
 
 PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # paragraphs that are chunks of their own
-IN_PARTS: dict[str, Any] = {"chunk_size": 24, "neighbour_kv": True}
+IN_PARTS: dict[str, Any] = {"chunk_size": 24, "context": "neighbour"}
 
 
 @dataclass
@@ -266,7 +266,7 @@ def test_two_chunks_that_no_longer_follow_each_other_lose_that_version(corpus):
     report = corpus.ingest(**IN_PARTS)
     assert (report.num_new_kv, report.num_removed_kv) == (2, 2)
     chunks = list(corpus.index.chunks())
-    pairs = [Chunk(text.text, behind=behind.text) for behind, text in pairwise(chunks)]
+    pairs = [replace(chunk, context="neighbour", behind=(before.text,)) for before, chunk in pairwise(chunks)]
     assert set(corpus.engine.store.keys()) == {corpus.engine.key(chunk) for chunk in (*chunks, *pairs)}
 
 
@@ -612,7 +612,10 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     corpus.ingest(**IN_PARTS)
     pin_document(f"{corpus.docs}/b.txt", corpus.engine, corpus.index)
     before = sorted(corpus.engine.store.keys())
-    chunks = [Chunk("An orphan."), Chunk("Behind it.", behind="An orphan."), Chunk(BELL, behind="An orphan.")]
+    chunks = [
+        Chunk("An orphan."),
+        *(Chunk(text, context="neighbour", behind=("An orphan.",)) for text in ("Behind.", BELL)),
+    ]
     list(corpus.engine.precompute_all(chunks))
     with registry_of(corpus.engine.store) as registry:
         registry.add(["An orphan."])

@@ -20,7 +20,7 @@ def test_what_was_computed_behind_a_text_that_is_gone_is_an_orphan(chat_model_pa
     with load_engine(str(chat_model_path), store, memory_gib=0) as engine:
         assert engine.segmenter.joint_ids
         size = max(engine.segmenter.count_tokens(HEAD), engine.segmenter.count_tokens(TAIL))
-        ingest(file, engine, index, chunk_size=size, embedder="hashing", neighbour_kv=True)
+        ingest(file, engine, index, chunk_size=size, embedder="hashing", context="neighbour")
         assert len(list(DiskStore(store).keys())) == 3
         with open_index(index) as opened:  # forgotten by the index alone, as a crash or an older version would leave it
             assert [chunk.text for chunk in opened.chunks()] == [HEAD, TAIL]

@@ -15,6 +15,7 @@ from typer import Option
 
 from ragblend.engine.report import MODES, Mode
 from ragblend.errors import UsageError
+from ragblend.options import CONTEXT, ContextPolicy
 
 DEFAULT_SHAPE = "llama-200m"
 DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
@@ -236,14 +237,23 @@ class LoadConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig(BenchConfig):
-    """`bench ingest`: `num_chunks` chunks, prefilled and ingested in turns; and `num_known` known ones."""
+    """`bench ingest`: `num_chunks` chunks, prefilled and ingested in turns, in each of the `contexts` and, whatever
+    they are, in none; and `num_known` known ones."""
 
     shape: Shape = DEFAULT_SHAPE
     num_chunks: Annotated[int, Option("--chunks", min=1)] = 8
     chunk_tokens: ChunkTokens = 512
     repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of both, alternating.")] = 3
+    contexts: Annotated[
+        tuple[ContextPolicy, ...], Option("--contexts", help="Comma-separated: none, fixed, similar, neighbour.")
+    ] = ("none",)
     num_known: Annotated[int, Option("--known", min=0, help="Known chunks of the second part; 0 for none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
+
+    def check(self) -> None:
+        """Raise UsageError for a context that does not exist."""
+        for policy in self.contexts:
+            CONTEXT.of("context", policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

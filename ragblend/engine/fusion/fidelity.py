@@ -15,6 +15,7 @@ from torch import Tensor
 from ragblend.engine.fusion.plan import Fused, FusePlan, Placement
 from ragblend.engine.fusion.rules import charged_budget, charged_budget_at
 from ragblend.engine.report import BlendReport, PrefixMatch
+from ragblend.options import ContextPolicy
 
 
 class AttentionShares(NamedTuple):
@@ -31,7 +32,7 @@ class Seen(Protocol):
     @property
     def match(self) -> PrefixMatch: ...  # noqa: D102
     @property
-    def has_neighbour(self) -> bool: ...  # noqa: D102
+    def policy(self) -> ContextPolicy: ...  # noqa: D102
 
 
 def note_fused(
@@ -51,7 +52,7 @@ def note_fused(
         if start in stored:
             placement, seen = stored[start]
             header = placement.kv.header
-            chunk.hit, chunk.prefix_match, chunk.behind_neighbour = True, seen.match, seen.has_neighbour
+            chunk.hit, chunk.prefix_match, chunk.context = True, seen.match, seen.policy
             chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:

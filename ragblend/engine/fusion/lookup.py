@@ -1,55 +1,115 @@
 """Which tokens a chunk's stored KV may have been computed behind, and which of them a prompt would rather have.
 
-A chunk is stored behind the prefix, alone. A *neighbour version* of it is stored behind the prefix and the chunk before
-it in its document: where retrieval brings both side by side, its KV has seen what it refers back to, before anything
-is recomputed. A store says by a file of its own that it holds some, so that others need not look for them.
+A chunk is stored behind the prefix, alone; besides, or instead, behind an *ingestion context* as well, of which the
+chunk's own slice alone is kept, so that it has seen text like that of the prompts it will stand in. What a store's
+chunks are computed behind is its policy, which its disk tier remembers:
+
+- "neighbour": also behind the chunk before it in its document, for prompts in which both stand side by side;
+- "fixed": instead behind a neutral text, the same for all: whatever stands there, it is not the prompt's beginning;
+- "similar": also behind the most similar chunks of the index, which are likely to be retrieved with it.
+
+Only what stands in the prompt precisely behind what it was computed behind is exact.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.store.keys import SIMILAR
+from ragblend.engine.store.tiered import tiers_of
+from ragblend.errors import UsageError
+from ragblend.options import ContextPolicy
 
 MAX_JOINT_TOKENS = 4  # between two chunks: a blank line takes one or two
-_MARK = "neighbours"  # in the root of a disk tier
+
+
+class Behind(NamedTuple):
+    """What one version of a chunk is computed behind besides the prefix, a text after the other, joints included."""
+
+    policy: ContextPolicy = "none"
+    parts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of it."""
+        return tuple(itertools.chain.from_iterable(self.parts))
+
+    @property
+    def key_ids(self) -> tuple[int, ...]:
+        """What of it is in the key: all, or nothing where prompts cannot tell."""
+        return () if self.policy == "similar" else self.token_ids
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """`KVHeader.context`."""
+        return tuple(map(len, self.parts)) if self.policy == "similar" else ()
+
+    def check(self) -> None:
+        """Raise UsageError for a similar version of which nobody said what it is to be behind."""
+        if self.policy == "similar" and not self.parts:
+            raise UsageError(
+                "a similar version is computed behind the chunks that an index finds; precompute it with its index "
+                "(ragblend.ingest, ragblend precompute), or name them: Chunk(TEXT, context='similar', behind=(...))"
+            )
+
+
+ALONE = Behind()
 
 
 class Context(NamedTuple):
     """What stored KV was computed behind. `exact`: precisely the tokens that stand before the chunk in the prompt."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # as they are in the key
     match: PrefixMatch  # of the prefix in it
     exact: bool
-    has_neighbour: bool
+    policy: ContextPolicy
+    name: str = ""  # what the key calls it: `chunk_key`'s `context`
+
+
+def key_name(policy: ContextPolicy) -> str:
+    """`chunk_key`'s `context` for versions of this policy."""
+    return SIMILAR if policy == "similar" else ""
 
 
 def contexts(
-    token_ids: Sequence[int], start: int, before: int | None, prefix_length: int, default_prefix: tuple[int, ...]
+    token_ids: Sequence[int],
+    start: int,
+    before: int | None,
+    prefix_length: int,
+    default_prefix: tuple[int, ...],
+    policy: ContextPolicy = "none",
+    fixed: tuple[int, ...] = (),
 ) -> list[Context]:
     """Contexts to look for the chunk at `start` of a prompt behind, the best first.
 
-    before: where the chunk before it begins, see `neighbours`; None when there is none, or no neighbour versions are
-    stored.
-    The prompt's own prefix, `prefix_length` ids, is tried before the one that ingestion computes behind.
+    What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind the prompt's
+    own prefix, `prefix_length` ids, before the one that ingestion computes behind. before: where the chunk before it
+    begins, see `neighbours`; None when there is none. fixed: the neutral text's ids.
 
-    >>> [context.token_ids for context in contexts([1, 5, 6, 7], 3, before=1, prefix_length=1, default_prefix=(2,))]
+    >>> found = contexts([1, 5, 6, 7], 3, before=1, prefix_length=1, default_prefix=(2,), policy="neighbour")
+    >>> [context.token_ids for context in found]
     [(1, 5, 6), (2, 5, 6), (1,), (2,)]
     """
     own = tuple(token_ids[:prefix_length])
-    prefixes = dict.fromkeys((own, default_prefix))
-    neighbour = () if before is None else tuple(token_ids[before:start])
+    versions: list[tuple[ContextPolicy, tuple[int, ...]]] = [("none", ())]
+    if policy == "neighbour" and before is not None:
+        versions.insert(0, (policy, tuple(token_ids[before:start])))
+    elif policy == "fixed" and fixed:
+        versions.insert(0, (policy, fixed))
+    elif policy == "similar":
+        versions.insert(0, (policy, ()))
     found = []
-    for ids in (neighbour, ()) if neighbour else ((),):
-        for prefix in prefixes:
-            match: PrefixMatch = "exact" if prefix == own else "approximate"
-            exact = match == "exact" and prefix_length + len(ids) == start
-            found.append(Context(prefix + ids, match, exact, bool(ids)))
-    return found
+    for kind, ids in versions:
+        for prefix in dict.fromkeys((own, default_prefix)):
+            is_own = prefix == own
+            exact = is_own and kind in ("none", "neighbour") and prefix_length + len(ids) == start
+            match: PrefixMatch = "exact" if is_own else "approximate"
+            found.append(Context(prefix + ids, match, exact, kind, key_name(kind)))
+    return [context for context in found if context.exact] + [context for context in found if not context.exact]
 
 
 def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -70,15 +130,22 @@ def neighbours(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
     return found
 
 
-def holds_neighbours(store: KVStore) -> bool:
-    """Whether the disk tier of `store` says that neighbour versions were stored."""
-    disk = disk_tier(store)
-    return disk is not None and (disk.root / _MARK).exists()
+@runtime_checkable
+class RemembersContext(Protocol):
+    """A tier that remembers its chunks' policy, for whoever opens it later: a directory, a server's store."""
+
+    def context(self) -> ContextPolicy | None: ...  # noqa: D102
+    def put_context(self, policy: ContextPolicy) -> None: ...  # noqa: D102
 
 
-def note_neighbours(store: KVStore) -> None:
-    """Say so, for whoever opens its disk tier later. What cannot be marked is not looked for, and no error."""
-    disk = disk_tier(store)
-    if disk is not None:
-        with suppress(OSError):
-            (disk.root / _MARK).touch()
+def remembered_context(store: KVStore) -> ContextPolicy | None:
+    """The policy that `store` remembers; None where it has none. Raises CorruptError for damage."""
+    tier = next((tier for tier in tiers_of(store) if isinstance(tier, RemembersContext)), None)
+    return tier.context() if tier is not None else None
+
+
+def remember_context(store: KVStore, policy: ContextPolicy) -> None:
+    """Have `store` remember it. Raises what `DiskStore.put` raises, and UsageError where a server has its own."""
+    for tier in tiers_of(store):
+        if isinstance(tier, RemembersContext):
+            tier.put_context(policy)

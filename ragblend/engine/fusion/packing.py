@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from typing import NamedTuple
 
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.store.kv import MemoryKV
 
 # Rows per pass. On a CPU short chunks gain when packed (weights are read once, layers are called once), and lose some
@@ -22,6 +25,13 @@ LEAST_PASS_TOKENS = 32
 UNWRITTEN_BYTES = 512 << 20  # prefilled, on their way to the store; the model waits when there is more
 
 TokenIds = tuple[int, ...]
+
+
+class Item(NamedTuple):
+    """A chunk to prefill: its ids, and what it is computed behind."""
+
+    token_ids: TokenIds
+    behind: Behind = ALONE
 
 
 def passes(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
@@ -41,13 +51,15 @@ def passes(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
 
 
 def prefill_all(
-    chunks: Iterable[TokenIds],
-    is_missing: Callable[[TokenIds], bool],
-    prefill: Callable[[Sequence[TokenIds]], list[MemoryKV]],
+    chunks: Iterable[Item],
+    is_missing: Callable[[Item], bool],
+    prefill: Callable[[Sequence[TokenIds], Behind], list[MemoryKV]],
     put: Callable[[MemoryKV], None],
     pass_tokens: int,
 ) -> Iterator[int]:
     """Prefill the chunks that are missing, a pass at a time, while the KV of earlier ones is written.
+
+    Those that follow each other and are computed behind the same share passes.
 
     Yields, in order, the bytes stored for every chunk once it is stored; 0 for one that was there. What `put` raises
     ends it. When it is closed early or interrupted, what has been prefilled is still stored.
@@ -56,9 +68,9 @@ def prefill_all(
     unwritten_bytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
-            for together in passes(chunks, pass_tokens):
-                missing = [chunk for chunk in dict.fromkeys(together) if is_missing(chunk)]
-                fresh = dict(zip(missing, prefill(missing), strict=True)) if missing else {}
+            for behind, together in _alike(chunks, pass_tokens):
+                missing = [ids for ids in dict.fromkeys(together) if is_missing(Item(ids, behind))]
+                fresh = dict(zip(missing, prefill(missing, behind), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
                     writes.append((writer.submit(put, kv), kv.nbytes) if kv is not None else (None, 0))
@@ -71,6 +83,13 @@ def prefill_all(
         except Exception:
             writer.shutdown(wait=False, cancel_futures=True)  # a store that refuses one would refuse the rest, too
             raise
+
+
+def _alike(items: Iterable[Item], limit: int) -> Iterator[tuple[Behind, list[TokenIds]]]:
+    """`passes` of items that are computed behind the same."""
+    for behind, run in groupby(items, lambda item: item.behind):
+        for together in passes((item.token_ids for item in run), limit):
+            yield behind, together
 
 
 def _is_done(write: Future[None] | None) -> bool:

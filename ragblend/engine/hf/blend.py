@@ -22,7 +22,7 @@ from ragblend.engine.base import EngineBase
 from ragblend.engine.fusion.fidelity import note_fused
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
-from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours
+from ragblend.engine.fusion.lookup import Behind, Context, contexts, neighbours
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.rules import RULES, Check, Choice, find_rule, settle
 from ragblend.engine.generation import Prefilled, Request
@@ -88,7 +88,6 @@ class BlendingEngine(EngineBase):
         self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, ChecksShapes):
             store.expect(self.fingerprint, self.shape)
-        self.finds_neighbours = holds_neighbours(store)  # looks for chunks stored behind the one before them
         self.machine = machine  # where there is one, requests without a ratio of their own follow `pipeline.decide`
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every request that fuses
         self._has_refused = False
@@ -141,7 +140,7 @@ class BlendingEngine(EngineBase):
         if request.mode == "full" or not is_far(self.store):
             return self.store.get
         keys = [
-            self._key(context.token_ids, chunk.token_ids)
+            self._key(context.token_ids, chunk.token_ids, context.name)
             for chunk, candidates in self._contexts(request.prompt)
             for context in candidates
             if chunk.token_ids and (request.mode != "prefix" or context.exact)
@@ -174,7 +173,7 @@ class BlendingEngine(EngineBase):
             for context in candidates:
                 if request.mode == "prefix" and not context.exact:
                     continue
-                key = self._key(context.token_ids, segment.token_ids)
+                key = self._key(context.token_ids, segment.token_ids, context.name)
                 kv = find(key, segment.token_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
                     found[segment.start] = (Placement(kv, segment.start, context.exact), context)
@@ -184,11 +183,13 @@ class BlendingEngine(EngineBase):
     def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
         token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
+        fixed = self.segmenter.fixed_ids if self.context == "fixed" else ()
         spans = ((segment.start, segment.end) for segment in prompt.chunk_segments)
-        starts = neighbours(spans) if self.finds_neighbours else {}
+        starts = neighbours(spans) if self.context == "neighbour" else {}
         for segment in prompt.chunk_segments:
             before = starts.get(segment.start)
-            yield segment, contexts(token_ids, segment.start, before, num_prefix, self.default_prefix_ids)
+            places = (segment.start, before, num_prefix, self.default_prefix_ids)
+            yield segment, contexts(token_ids, *places, self.context, fixed)
 
     # -- decide
 
@@ -301,11 +302,16 @@ class BlendingEngine(EngineBase):
         return report
 
     def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:
-        """The chunks to be stored for the next time."""
+        """The chunks to be stored for the next time: those that are not, and one that would be exact alone."""
         if request.mode == "prefix":
             return ()
-        segments = (segment for segment in request.prompt.chunk_segments if segment.start >= found.num_resident)
-        return tuple(segment for segment in segments if segment.start not in found.chunks)
+        prompt, misses = request.prompt, []
+        for segment in prompt.chunk_segments:
+            _, context = found.chunks.get(segment.start, (None, None))
+            is_hit = context is not None and (context.exact or not self._lacks_alone(prompt, segment))
+            if segment.start >= found.num_resident and not is_hit:
+                misses.append(segment)
+        return tuple(misses)
 
     # -- KV of prefixes
 
@@ -322,22 +328,41 @@ class BlendingEngine(EngineBase):
         self._prefixes.move_to_end(prefix_ids)
         return known
 
-    def _behind(self, neighbour: tuple[int, ...]) -> FusedKV:
-        """KV of the default prefix, a chunk behind it and what joins it to the next: where that chunk is stored, exact
-        and nearly for nothing."""
-        prefix_ids, joint = self.default_prefix_ids, self.segmenter.joint_ids
-        chunk_ids = neighbour[: len(neighbour) - len(joint)]
-        kv = self.store.get(self._key(prefix_ids, chunk_ids), chunk_ids)
-        if kv is None or not kv.header.is_lossless:
-            return self._prefix(prefix_ids + neighbour)
-        prefix = self._prefix(prefix_ids)
-        fused = FusedKV.allocate(self.layers.kv_shapes, prefix.length + len(neighbour), self.layers.like)
-        fused.copy_front(prefix, prefix.length)
-        placed = (Placement(kv, prefix.length, exact=True),)
-        ids = self._ids(prefix_ids + neighbour)
-        plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, num_fused=len(ids))
-        self._fuse_simply(plan, fused)
-        return fused
+    def _behind(self, behind: Behind) -> FusedKV:
+        """KV of the default prefix and of what a chunk is to be computed behind.
+
+        Chunks in it that are stored are placed as they are, nearly for nothing; what is not is computed, over them. So
+        one chunk is exact, and of several all but the first have seen the prefix and themselves.
+        """
+        prefix = self._prefix(self.default_prefix_ids)
+        if not behind.parts:
+            return prefix
+        if behind.policy == "fixed":
+            return self._prefix(self.default_prefix_ids + behind.token_ids)
+        ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
+        while True:
+            placed = tuple(self._placed_behind(behind, prefix.length, damaged))
+            fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
+            fused.copy_front(prefix, prefix.length)
+            plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, num_fused=len(ids))
+            try:
+                self._fuse_simply(plan, fused)
+            except DamagedEntryError as error:
+                log.warning("%s; computing it again", error)
+                damaged.add(error.key)
+                continue
+            return fused
+
+    def _placed_behind(self, behind: Behind, start: int, damaged: set[str]) -> Iterator[Placement]:
+        """The chunks in `behind`, which begins at position `start`, that are stored alone."""
+        num_joint, first = len(self.segmenter.joint_ids), start
+        for part in behind.parts:
+            ids = part[: len(part) - num_joint]
+            key = self.key_of(ids)
+            kv = self.store.get(key, ids) if key not in damaged else None
+            if kv is not None and (kv.header.is_lossless or behind.policy == "similar"):
+                yield Placement(kv, start, exact=start == first)
+            start += len(part)
 
     def _fuse_simply(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers

@@ -14,8 +14,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.lookup import note_neighbours
-from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, prefill_all
+from ragblend.engine.fusion.lookup import ALONE, Behind
+from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, Item, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import (
@@ -37,7 +37,7 @@ from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tie
 from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 log = logging.getLogger(__name__)
@@ -88,51 +88,49 @@ class TransformersEngine(BlendingEngine):
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each; short chunks share a pass, and the store is written meanwhile.
 
-        Those to be computed behind another come last: by then that one is stored. KV is that of `precompute` wherever a
+        Those to be computed behind others come last: by then those are stored. KV is that of `precompute` wherever a
         row of a matrix product does not depend on how many rows there are (so in float32 on the CPUs tested), elsewhere
         up to the rounding of such a product.
         """
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
-        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
-        ids = (self._chunk_ids(chunk)[0] for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind))
-        yield from prefill_all(ids, self._is_missing, self._prefill_chunks, self.store.put, limit)
-        yield from map(self.precompute, behind)
+        for needs_others in (False, True):
+            items = (
+                Item(*self._chunk_ids(chunk))
+                for chunk in chunks
+                if (isinstance(chunk, Chunk) and bool(chunk.behind)) == needs_others
+            )
+            yield from prefill_all(items, self._is_missing, self._prefill_chunks, self.store.put, limit)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Bring the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         if isinstance(self.store, Prefetches):
-            self.store.prefetch([self.key(chunk) for chunk in chunks])
+            self.store.prefetch(self.keys_ahead(chunks))
 
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        """`precompute` of a chunk that is token ids already, behind another that is."""
-        if not self._is_missing(token_ids, neighbour):
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+        """`precompute` of a chunk that is token ids already, behind what is."""
+        if not self._is_missing(Item(token_ids, behind)):
             return 0
-        (kv,) = self._prefill_chunks([token_ids], neighbour)
+        (kv,) = self._prefill_chunks([token_ids], behind)
         self.store.put(kv)
-        if neighbour and not self.finds_neighbours:
-            note_neighbours(self.store)
-            self.finds_neighbours = True
         return kv.nbytes
 
-    def _is_missing(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> bool:
+    def _is_missing(self, item: Item) -> bool:
         self.check_process()
-        return bool(token_ids) and not self.store.contains(self._key(self.default_prefix_ids + neighbour, token_ids))
+        return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
 
-    def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], neighbour: tuple[int, ...] = ()) -> list[MemoryKV]:
-        """The KV of chunks of token ids behind the default prefix and `neighbour`, each alone, all in one pass."""
-        prefix_ids, dtype = self.default_prefix_ids + neighbour, dtype_name(self.layers.dtype)
-        num_layers = self.layers.num_layers
+    def _prefill_chunks(self, chunks: Sequence[tuple[int, ...]], behind: Behind = ALONE) -> list[MemoryKV]:
+        """The KV of chunks of token ids behind the default prefix and `behind`, each for itself, all in one pass."""
+        behind.check()
+        prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
         headers = []
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
-            key = self._key(prefix_ids, ids)
-            headers.append(
-                KVHeader(key, self.fingerprint, prefix_ids, ids, num_layers, dtype, namespace=self.namespace)
-            )
+            facts = (self.key_of(ids, behind), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
+            headers.append(KVHeader(*facts, namespace=self.namespace, context=behind.lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
         with self._lock:
-            context = self._behind(neighbour) if neighbour else self._prefix(prefix_ids)
+            context = self._behind(behind)
             found = prefill_chunks(self.layers, context, [*headers, *filler])[: len(headers)]
         return [stored_as(kv, kv_dtype_of(self.store)) for kv in found]
 
@@ -210,11 +208,9 @@ class TransformersEngine(BlendingEngine):
             fused.length += 1
             return self.layers.logits(hidden)[-1]
 
-    def backfill(self, misses: Sequence[Segment]) -> None:
-        """Precompute `misses` alone, in the background, unless `on_miss` is "inline"."""
-        if self._backfill is not None and not self.closed:
-            for segment in misses:
-                self._backfill.add(segment.token_ids)
+    def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None:
+        """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""
+        self._store_later(prompt, misses)
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""

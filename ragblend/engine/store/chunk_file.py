@@ -5,7 +5,8 @@ first field is the xxh3_128 of length prefix and header, taken with that field's
 fixed offset and is checked before anything is parsed; every later format version keeps this rule. Each layer's
 tensors lie side by side under one checksum: keys and values as computed (format version 1), or scales, first tokens
 and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers: about as many bytes as
-base64 for five-digit ids, and `jq` shows them.
+base64 for five-digit ids, and `jq` shows them. `context`, in entries that have one: lengths of the similar chunks which
+the last of `prefix_ids` are; the key names the others alone (`keys.key_of`).
 
 xxh3 finds damage; who wants to can make another layer with the same checksum. Where a store has a key, entries are of
 version 3: the checksums of layers are BLAKE3 digests, and the header's second field is its signature, taken with the
@@ -34,7 +35,7 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ragblend.engine.store.finite import layer_is_finite
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import key_of
 from ragblend.engine.store.kv import (
     LAYOUT_VERSION,
     KVHeader,
@@ -178,6 +179,7 @@ def _encode_header(
         **({} if header.is_lossless else {"kv_dtype": header.kv_dtype}),
         "num_layers": header.num_layers,
         "prefix_ids": [int(token) for token in header.prefix_ids],
+        **({"context": [int(length) for length in header.context]} if header.context else {}),
         "token_ids": [int(token) for token in header.token_ids],
         _digest_for(store_key).field: list(checksums),
     }
@@ -238,8 +240,8 @@ class _Entry(NamedTuple):
 def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> _Entry:
     """Facts and layer positions of a file that starts with `raw`, has `file_nbytes` bytes and is to be `key`'s.
 
-    Every field is checked: against `key`, which model, prefix, tokens and namespace make; against the model's shape
-    where that is known; and, in all, against the file's size. Nothing of that size is allocated before.
+    Every field is checked: against `key`, which model, prefix, tokens, namespace and context make; against the model's
+    shape where that is known; and, in all, against the file's size. Nothing of that size is allocated before.
     """
     if raw[8 : _DIGITS.start] != _OPENING:
         raise UnreadableError("not written by ragblend")
@@ -267,10 +269,11 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, demands: Demands) -> 
             namespace=facts["namespace"],
             layout_version=facts["layout_version"],
             kv_dtype=kv_dtype,
+            context=tuple(facts.get("context", ())),
         )
         if header.key != key:
             raise UnreadableError(f"it holds the KV of {_short(str(header.key))}")
-        if chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace) != key:
+        if key_of(header) != key:
             raise UnreadableError("its token ids, model, prefix and namespace do not make its key")
         is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, demands.store_key)
         if demands.store_key is not None and not is_trusted:

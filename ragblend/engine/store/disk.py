@@ -5,6 +5,7 @@
     ROOT/pins/DIGEST.json           a document whose entries stay, and their keys
     ROOT/calibrations/NAME.json     what was calibrated (see `calibration`)
     ROOT/machines/NAME.json         how fast a machine prefills and reads (see `machine`)
+    ROOT/context.json               what chunks are computed behind (see `lookup`)
 
 An entry appears in one step and whole, is set aside when it turns out damaged, and goes when a budget or `gc` needs
 its room.
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
 
@@ -44,10 +45,12 @@ from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, unlink
 from ragblend.files.reading import read_file
+from ragblend.options import CONTEXT, ContextPolicy
 
 log = logging.getLogger(__name__)
 
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
+CONTEXT_FILE = "context.json"
 NOTES = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
@@ -409,10 +412,28 @@ class DiskStore:
         self._put_note(path, facts)
         return path
 
+    def put_context(self, policy: ContextPolicy) -> None:
+        """Remember what chunks are computed behind. Raises what `put` raises."""
+        self._put_note(self.root / CONTEXT_FILE, {"context": policy})
+
+    def context(self) -> ContextPolicy | None:
+        """What `put_context` remembered; None where nothing was. Raises CorruptError."""
+        path = self.root / CONTEXT_FILE
+        try:
+            return _policy_in(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CorruptError(
+                f"{path} is damaged ({error}), so what its chunks were computed behind is not known. Say it again: "
+                f"ragblend precompute --context none|fixed|similar|neighbour --store {self.root}; or drop the file and "
+                f"go on without: ragblend verify --repair --store {self.root}"
+            ) from error
+
     def verify_notes(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[VerifyResult]:
-        """What is wrong with the store's notes on models, calibrations, machines and pins; `key` is their place in it.
+        """What is wrong with the store's notes on models, calibrations, machines, pins and context; `key`: the place.
 
         Answers depend on them: a calibration says how much is recomputed. `problem_of`: what is wrong with a note
         whose bytes are as they were written, "" for nothing.
@@ -427,6 +448,12 @@ class DiskStore:
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
                     complain("", path, UsageError(problem))
+        try:
+            _policy_in(self.root / CONTEXT_FILE)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            found.append(VerifyResult(CONTEXT_FILE, False, str(error)))
         yield from found
 
     def drop_note(self, place: str) -> None:
@@ -534,7 +561,17 @@ class DiskStore:
 
 def _note_kind(path: Path) -> str:
     """What a note says it is. One on a model does not name it, so its file's name belongs to it."""
+    if path.name == CONTEXT_FILE:
+        return CONTEXT_FILE
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+
+
+def _policy_in(path: Path) -> ContextPolicy:
+    """The policy in a file. Raises FileNotFoundError, OSError, and ValueError for what nobody wrote there."""
+    policy = unseal(read_file(path), _note_kind(path)).get("context")
+    if not CONTEXT.accepts(policy):
+        raise ValueError(f"its context is {policy!r}")
+    return cast(ContextPolicy, policy)
 
 
 def _place(path: Path) -> str:

@@ -16,7 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from ragblend.engine.store.kv import LAYOUT_VERSION
+from ragblend.engine.store.kv import LAYOUT_VERSION, KVHeader
 from ragblend.errors import RagblendError
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
@@ -26,12 +26,21 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 16 * 1024 * 1024
 
 
-def chunk_key(
-    fingerprint: str, prefix_ids: Sequence[SupportsIndex], token_ids: Sequence[SupportsIndex], namespace: str = ""
-) -> str:
-    """32 hex digits; equal exactly when layout version, model, prefix, token ids and namespace are equal.
+SIMILAR = "similar"
+"""Names, in keys, a context that the prompt's ids do not tell: whichever chunks were the most similar ones."""
 
-    Ids may be any integers below 2**32, NumPy's included.
+
+def chunk_key(
+    fingerprint: str,
+    prefix_ids: Sequence[SupportsIndex],
+    token_ids: Sequence[SupportsIndex],
+    namespace: str = "",
+    context: str = "",
+) -> str:
+    """32 hex digits; equal exactly when layout version, model, prefix, token ids, namespace and context are equal.
+
+    Ids may be any integers below 2**32, NumPy's included. `context` names what it was computed behind besides
+    `prefix_ids` where that is not to be found in a prompt: SIMILAR, or "".
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -44,10 +53,28 @@ def chunk_key(
         _ids(prefix_ids),
         _ids(token_ids),
         namespace.encode(),
+        *([context.encode()] if context else []),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def key_of(header: KVHeader) -> str:
+    """The key that a header's facts make. Raises ValueError where its context is not the end of its prefix.
+
+    >>> key_of(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
+    ...     "model", [1], [7], context=SIMILAR
+    ... )
+    True
+    """
+    lengths, prefix_ids = header.context, header.prefix_ids
+    if not lengths:
+        return chunk_key(header.fingerprint, prefix_ids, header.token_ids, header.namespace)
+    if not all(type(length) is int and length > 0 for length in lengths) or sum(lengths) > len(prefix_ids):
+        raise ValueError(f"context lengths {lengths[:8]} in a prefix of {len(prefix_ids)} ids")
+    own = prefix_ids[: len(prefix_ids) - sum(lengths)]
+    return chunk_key(header.fingerprint, own, header.token_ids, header.namespace, SIMILAR)
 
 
 def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:

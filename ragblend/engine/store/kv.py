@@ -49,7 +49,7 @@ StoredLayer = LayerKV | QuantizedLayer
 class KVHeader:
     """What a chunk's KV was computed from, and how it is stored. Headers with the same `key` describe the same KV."""
 
-    key: str  # keys.chunk_key(fingerprint, prefix_ids, token_ids, namespace)
+    key: str  # keys.key_of(header): what the other facts make
     fingerprint: str  # of the model: weights, config, dtype, RoPE
     prefix_ids: tuple[int, ...]  # the tokens it was computed behind; () for a prefix itself
     token_ids: tuple[int, ...]  # T ids
@@ -58,6 +58,7 @@ class KVHeader:
     namespace: str = ""
     layout_version: int = LAYOUT_VERSION
     kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
+    context: tuple[int, ...] = ()  # lengths of the similar chunks, the last of `prefix_ids`, which the key leaves out
 
     @property
     def num_tokens(self) -> int:

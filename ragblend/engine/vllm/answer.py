@@ -20,6 +20,7 @@ from typing import Any, Unpack
 from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
 from ragblend.engine.decoding import StopScanner
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
     BlendReport,
@@ -34,7 +35,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Part, Segment, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, SegmentKind, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
 
 log = logging.getLogger(__name__)
@@ -191,10 +192,13 @@ class VllmBase(EngineBase):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """`precompute` of each, in order, several on their way at once."""
+        """`precompute` of each, several on their way at once; those to be computed behind others last."""
+        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
+        first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind)]
         with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
             try:
-                yield from pool.map(self.precompute, chunks)
+                yield from pool.map(self.precompute, first)
+                yield from pool.map(self.precompute, behind)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -203,24 +207,20 @@ class VllmBase(EngineBase):
 
         A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
         """
-        self.bring_closer([self.key(chunk) for chunk in chunks])
+        self.bring_closer(self.keys_ahead(chunks))
 
     @abstractmethod
     def bring_closer(self, keys: list[str]) -> None:
         """Tell the workers to prefetch `keys`."""
 
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
-        """`precompute` of a chunk that is token ids already, behind another that is."""
-        key = self.key_of(token_ids, neighbour)
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+        """`precompute` of a chunk that is token ids already, behind what is."""
+        key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
             return 0
-        prefix = self.default_prefix_ids + neighbour
-        self._check_length(len(prefix) + len(token_ids) + 2, "chunk")
-        segments = [Segment("prefix", prefix, 0)] if prefix else []
-        segments.append(Segment("chunk", token_ids, len(prefix)))
-        # One token more, because vLLM samples from the last one; which, does not matter.
-        prompt = TokenizedPrompt((*segments, Segment("suffix", token_ids[-1:], len(prefix) + len(token_ids))))
-        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace)
+        prompt = self._ingestion(token_ids, behind)
+        self._check_length(prompt.num_tokens + 1, "chunk")
+        params = BlendParams("ingest", spans=_spans(prompt), namespace=self.namespace, context=behind.policy)
         report = None
         with closing(self.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1)))) as deltas:
             for delta in deltas:
@@ -234,6 +234,23 @@ class VllmBase(EngineBase):
                 "log, and check its setup: ragblend doctor"
             )
         return len(token_ids) * self.bytes_per_token
+
+    def _ingestion(self, token_ids: tuple[int, ...], behind: Behind) -> TokenizedPrompt:
+        """What vLLM is sent to compute a version of a chunk. Chunks of which the key tells nothing are chunks of it."""
+        behind.check()
+        num_joint = len(self.segmenter.joint_ids) if behind.lengths else 0
+        pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids + behind.key_ids)]
+        for part in behind.parts if behind.lengths else ():
+            split = len(part) - num_joint
+            pieces += [("chunk", part[:split]), ("text", part[split:])]
+        # One token more, because vLLM samples from the last one; which, does not matter.
+        pieces += [("chunk", token_ids), ("suffix", token_ids[-1:])]
+        segments, start = [], 0
+        for kind, ids in pieces:
+            if ids:
+                segments.append(Segment(kind, ids, start))
+            start += len(ids)
+        return TokenizedPrompt(tuple(segments))
 
     # -- answering
 
@@ -269,12 +286,19 @@ class VllmBase(EngineBase):
         )
 
     def backfill(self, request: VllmRequest, report: BlendReport) -> None:
-        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
-        if self._backfill is None or self.closed or request.params.mode not in ("blend", "reuse"):
+        """Precompute the chunks that `report` names as misses, and one that would be exact alone, in the background,
+        unless `on_miss` is "inline"."""
+        if request.params.mode not in ("blend", "reuse"):
             return
-        for segment, chunk in zip(_chunks(request), report.chunks, strict=True):
-            if not chunk.hit:
-                self._backfill.add(segment.token_ids)
+        chunks = zip(_chunks(request), report.chunks, strict=True)
+        self._store_later(
+            request.prompt,
+            [
+                segment
+                for segment, chunk in chunks
+                if not chunk.hit or (chunk.context == "fixed" and self._lacks_alone(request.prompt, segment))
+            ],
+        )
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out

@@ -19,11 +19,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
-from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
+from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
+from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +108,22 @@ class ServedChunks:
         self._model = vllm_config.model_config
         self._directory = str(Path(config.store).absolute())
         self.store = config.open_shared()
+        self._context = config.context
         self._fingerprint = model_fingerprint(self._model)
         self.store.expect(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}
 
+    def _remembered(self) -> ContextPolicy | None:
+        try:
+            return remembered_context(self.store)
+        except CorruptError as error:  # it was sound when the server started
+            log.warning("%s", error)
+            return None
+
     def facts(self) -> dict[str, Any]:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
-            return self._facts
+            return {**self._facts, "context": self._context or self._remembered()}
         dtype = str(self._model.dtype).removeprefix("torch.")
         checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
         self._facts = {
@@ -124,7 +134,7 @@ class ServedChunks:
             "context_length": self._model.max_model_len,
             "store": self._directory,
         }
-        return self._facts
+        return self.facts()
 
 
 def keys_of(body: bytes) -> list[str]:

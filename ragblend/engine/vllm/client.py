@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import httpx
 
+from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
@@ -32,7 +33,7 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import is_url
+from ragblend.options import CONTEXT, ContextPolicy, is_url
 from ragblend.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ServerFacts(NamedTuple):
     context_length: int
     fingerprint: str = ""
     bytes_per_token: int = 0
+    context: ContextPolicy | None = None  # what its store's chunks are computed behind
 
 
 class Connection:
@@ -238,8 +240,11 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
         own = connection.json("GET", "/v1/ragblend")
     except NotFoundError:
         return facts
+    context = own.get("context")
     return facts._replace(
-        fingerprint=str(own.get("fingerprint", "")), bytes_per_token=int(own.get("bytes_per_token") or 0)
+        fingerprint=str(own.get("fingerprint", "")),
+        bytes_per_token=int(own.get("bytes_per_token") or 0),
+        context=context if CONTEXT.accepts(context) else None,
     )
 
 
@@ -250,8 +255,14 @@ class ServerStore:
     Of a server that does not blend nothing is stored, and nothing is asked.
     """
 
-    def __init__(self, connection: Connection, root: Path | None = None, blends: bool = True) -> None:
-        self._connection, self._blends = connection, blends
+    def __init__(
+        self,
+        connection: Connection,
+        root: Path | None = None,
+        blends: bool = True,
+        context: ContextPolicy | None = None,
+    ) -> None:
+        self._connection, self._blends, self._policy = connection, blends, context
         self.url = connection.url
         self.root = root
         self.counters = StoreCounters()
@@ -264,6 +275,19 @@ class ServerStore:
     def delete(self, key: str) -> bool:
         """Remove `key` from the server's store; whether it was there."""
         return bool(self._ask("forget", key).get("num_removed"))
+
+    def context(self) -> ContextPolicy | None:
+        """What the server said that its chunks are computed behind; it notes what is ingested first."""
+        return self._policy
+
+    def put_context(self, policy: ContextPolicy) -> None:
+        """The same from now on. Raises UsageError where the server has another."""
+        if policy != (self._policy or policy):
+            raise UsageError(
+                f"the store of the server at {self._connection.url} keeps its chunks in the context {self._policy!r}; "
+                f"change it where the server runs: ragblend precompute --context {policy} --store DIR"
+            )
+        self._policy = policy
 
     def _ask(self, route: str, key: str) -> dict[str, Any]:
         return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": [key]}) if self._blends else {}
@@ -306,7 +330,7 @@ class VllmClient(VllmBase):
         self.connection = connection
         self.served_model = facts.model
         self.blends = bool(facts.fingerprint)
-        store = ServerStore(connection, root, self.blends)
+        store = ServerStore(connection, root, self.blends, facts.context)
         own = Facts(
             name,
             facts.fingerprint or f"served-{facts.model}",
@@ -366,14 +390,14 @@ class VllmClient(VllmBase):
         except RagblendError as error:
             log.warning("nothing is prefetched: %s", error)
 
-    def precompute_ids(self, token_ids: tuple[int, ...], neighbour: tuple[int, ...] = ()) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
         """`precompute` of a chunk that is token ids already. Raises RagblendError for a vLLM without ragblend."""
         if not self.blends:
             raise RagblendError(
                 f"the server at {self.connection.url} is vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
-        return super().precompute_ids(token_ids, neighbour)
+        return super().precompute_ids(token_ids, behind)
 
     def close(self) -> None:
         """Finish background work and free the sockets."""

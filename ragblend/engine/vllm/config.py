@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ragblend.config import read_environment
+from ragblend.config import Settings, read_environment
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -18,6 +18,7 @@ from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import UsageError
 from ragblend.options import (
     TIER_NAMES,
+    ContextPolicy,
     GenerationOptions,
     RatioChoice,
     TierOptions,
@@ -37,6 +38,8 @@ class ConnectorConfig(TierOptions):
     ratio: RatioChoice = same_as(GenerationOptions, "recompute_ratio")  # for the same
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
+    context: ContextPolicy | None = same_as(Settings, "context")  # None: what the store remembers
+    context_ids: tuple[int, ...] = ()  # the fixed text that chunks are computed behind in the context "fixed"
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
     separator_end_ids: tuple[int, ...] = ()  # see params.spans_between
     slice_tokens: int = option(

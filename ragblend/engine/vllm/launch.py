@@ -18,7 +18,7 @@ from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokeni
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UsageError
-from ragblend.options import GenerationOptions, RatioChoice
+from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
 
@@ -144,6 +144,7 @@ def transfer_config(
     separator: str | None = None,
     separator_end: str | None = None,
     system: str | None = None,
+    context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
@@ -152,12 +153,16 @@ def transfer_config(
 
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
     with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
-    own marks has them by default. `system` is the text that chunks were ingested behind.
+    own marks has them by default. `system` is the text that chunks were ingested behind, `context` what
+    besides; None: what the store remembers.
     """
     extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
     tokenizer, path = load_tokenizer(model, trust_remote_code)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
+    extra["context_ids"] = list(segmenter.fixed_ids)
+    if context is not None:
+        extra["context"] = CONTEXT.of("context", context)
     if rule is not None:
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:

@@ -15,7 +15,8 @@ recompute those last. All fields but `mode` and `spans` have defaults.
   what was calibrated in the server's store; null is what the server was started with, else the same.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": nothing but vLLM's own prefix cache.
 - "ingest": one span, with at least one id after it (any: vLLM must have a token to sample from). The span is computed
-  behind the ids before it, and stored. Ask for one token and ignore it.
+  behind the ids before it, and stored. Ask for one token and ignore it. `context` is the ingestion context that it is
+  a version of; with "similar", the spans of the chunks that it is computed behind come first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.options import MODES, GenerationOptions, Mode, RatioChoice, check_options, same_as
+from ragblend.options import (
+    CONTEXT,
+    MODES,
+    ContextPolicy,
+    GenerationOptions,
+    Mode,
+    RatioChoice,
+    check_options,
+    same_as,
+)
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -48,6 +58,7 @@ class BlendParams:
     namespace: str = ""
     seed: int = 0  # of the rule "random"
     template: tuple[tuple[int, int], ...] = ()  # per span, its template's tokens at the front and at the end; (): none
+    context: ContextPolicy = "none"  # of the version that is ingested
     version: int = PARAMS_VERSION
 
     def __post_init__(self) -> None:
@@ -71,14 +82,17 @@ class BlendParams:
         for margin, (start, end) in zip(self.template, self.spans, strict=False):
             if len(margin) != 2 or not all(map(_is_int, margin)) or min(margin) < 0 or sum(margin) > end - start:
                 raise UsageError(f"template {margin!r} is not [tokens in front, tokens at the end] of [{start}, {end})")
-        if self.mode == "ingest" and len(self.spans) != 1:
-            raise UsageError(f"mode 'ingest' takes exactly one span, {len(self.spans)} given")
+        CONTEXT.of("context", self.context)
+        is_behind = self.mode == "ingest" and self.context == "similar"
+        if self.mode == "ingest" and (len(self.spans) < 2 if is_behind else len(self.spans) != 1):
+            takes = "the spans of the chunks to be behind, then one" if is_behind else "exactly one span"
+            raise UsageError(f"mode 'ingest' takes {takes}, {len(self.spans)} given")
 
     def check_length(self, num_tokens: int) -> None:
         """Raise UsageError where the spans do not fit a prompt of `num_tokens`."""
         if self.spans and self.spans[-1][1] > num_tokens:
             raise UsageError(f"the last span ends at {self.spans[-1][1]}, the prompt has {num_tokens} tokens")
-        if self.mode == "ingest" and self.spans[0][1] == num_tokens:
+        if self.mode == "ingest" and self.spans[-1][1] == num_tokens:
             raise UsageError("mode 'ingest' needs at least one token after the span; append any")
 
     def as_dict(self) -> dict[str, Any]:

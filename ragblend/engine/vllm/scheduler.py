@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragblend.engine.fusion.lookup import Context, contexts, holds_neighbours, neighbours, note_neighbours
+from ragblend.engine.fusion.lookup import Context, contexts, key_name, neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
@@ -29,6 +29,7 @@ from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, s
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.engine.vllm.worker import Job, StoredSpan
 from ragblend.errors import RagblendError, UsageError
+from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,13 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = Loading(machine, self.disk)
         self._read_ahead = ReadAhead(self.disk, config.memory_bytes)
+        self._remembered = self.disk.context()
+        if self._context() == "fixed" and not config.context_ids:
+            log.warning(
+                "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
+                "start the server with: ragblend serve",
+                config.store,
+            )
         self._note_model(str(model.model), shape)
 
     def _count(self, **counts: float) -> None:
@@ -152,16 +160,15 @@ class BlendScheduler:
     def _settle(self, request: Any, asked: _Asked) -> None:
         """Look the request's chunks up on this machine's disk, and decide up to where its context will be filled."""
         ids, spans = request.prompt_token_ids, asked.params.spans
-        asked.stored = self._lookup(ids, asked.params)
         if asked.params.mode == "ingest":
-            asked.end = spans[0][1]
-            if len(self.config.prefix_ids) < spans[0][0]:  # behind more than the prefix: a chunk and its neighbour
-                note_neighbours(self.disk)
-        elif asked.stored:
-            asked.end = asked.stored[-1].end
-            if asked.end == len(ids):  # vLLM must have a token to sample from: what ends the prompt is computed
+            asked.stored, asked.end = self._ingested(ids, asked.params), spans[-1][1]
+            self._remember(asked.params.context)
+        else:
+            asked.stored = self._lookup(ids, asked.params)
+            if asked.stored and asked.stored[-1].end == len(ids):
+                # vLLM must have a token to sample from: what ends the prompt is computed.
                 asked.stored = asked.stored[:-1]
-                asked.end = asked.stored[-1].end if asked.stored else 0
+            asked.end = asked.stored[-1].end if asked.stored else 0
         if asked.stored and asked.params.mode != "ingest":
             self._read_ahead.waits(request.request_id, [span.key for span in asked.stored])
         if asked.end and not asked.adapts:  # otherwise it may become an ordinary prefill
@@ -191,31 +198,72 @@ class BlendScheduler:
     def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """Stored chunks of the prompt, each from the best context that it is stored behind."""
         found = []
-        for start, end in params.spans:
-            for key, context in self._candidates(ids, start, end, params):
+        for start, end, candidates in self._candidates(ids, params):
+            for key, context in candidates:
                 header = self.disk.header(key)
                 if header is not None and header.token_ids == tuple(ids[start:end]):
-                    span = StoredSpan(start, end, key, context.match, context.exact, context.has_neighbour)
+                    span = StoredSpan(start, end, key, context.match, context.exact, context.policy)
                     found.append(span)
                     break
         return tuple(found)
 
     def _candidates(
-        self, ids: Sequence[int], start: int, end: int, params: BlendParams
-    ) -> Iterator[tuple[str, Context]]:
-        """Keys that a chunk may be stored under, the best one first. What is to be ingested has one only."""
-        num_prefix, default = params.spans[0][0], self.config.prefix_ids
-        starts = neighbours(params.spans) if holds_neighbours(self.disk) else {}
-        for context in contexts(ids, start, starts.get(start), num_prefix, default):
-            yield chunk_key(self.fingerprint, context.token_ids, ids[start:end], params.namespace), context
-            if params.mode == "ingest":
-                return
+        self, ids: Sequence[int], params: BlendParams
+    ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
+        """For each chunk where it is, and the keys that it may be stored under, the best one first."""
+        num_prefix, default, starts = params.spans[0][0], self.config.prefix_ids, neighbours(params.spans)
+        policy = (self._context(), self.config.context_ids)
+        for start, end in params.spans:
+            found = contexts(ids, start, starts.get(start), num_prefix, default, *policy)
+            yield (
+                start,
+                end,
+                [(self._key(ids, (start, end), params, each.token_ids, each.name), each) for each in found],
+            )
+
+    def _key(
+        self, ids: Sequence[int], span: tuple[int, int], params: BlendParams, prefix_ids: Sequence[int], name: str = ""
+    ) -> str:
+        return chunk_key(self.fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)
+
+    def _ingested(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+        """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
+        *behind, own = params.spans
+        prefix_ids = tuple(ids[: params.spans[0][0]])
+        own_key = self._key(ids, own, params, prefix_ids, key_name(params.context))
+        if self.disk.contains(own_key):
+            return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
+        keys = [(span, self._key(ids, span, params, prefix_ids)) for span in behind]
+        return tuple(
+            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids))
+            for span, key in keys
+            if self.disk.contains(key)
+        )
+
+    def _context(self) -> ContextPolicy:
+        """What the store's chunks are computed behind, as far as is known."""
+        if self.config.context is not None:
+            return self.config.context
+        try:
+            self._remembered = self.disk.context()
+        except RagblendError as error:  # it was sound when the server started
+            log.warning("%s", error)
+        return self._remembered or "none"
+
+    def _remember(self, policy: ContextPolicy) -> None:
+        """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
+        if policy == "none" or self.config.context is not None or self._context() != "none":
+            return
+        try:
+            self.disk.put_context(policy)
+        except RagblendError as error:
+            log.warning("%s", error)
 
     def _missing(self, ids: Sequence[int], params: BlendParams) -> list[str]:
         """Keys not on this machine that would be better than what is. Chunks to ingest are computed, not asked for."""
         missing: dict[str, None] = {}
-        for start, end in params.spans if params.mode != "ingest" else ():
-            for key, _ in self._candidates(ids, start, end, params):
+        for _, _, candidates in self._candidates(ids, params) if params.mode != "ingest" else ():
+            for key, _ in candidates:
                 if self.disk.contains(key):
                     break
                 missing[key] = None

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -30,12 +30,13 @@ from ragblend.engine.fusion.prefill import prefill_chunk_steps
 from ragblend.engine.fusion.rules import Check, Choice, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import key_of
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
+from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class StoredSpan(NamedTuple):
     key: str
     match: PrefixMatch
     exact: bool
-    has_neighbour: bool = False
+    policy: ContextPolicy = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ class BlendWorker:
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        steps = self._ingest(job) if job.params.mode == "ingest" and not job.stored else self._blend(job)
+        is_known = any(span.end == job.end for span in job.stored)
+        steps = self._ingest(job) if job.params.mode == "ingest" and not is_known else self._blend(job)
         self._jobs.append(_Running(job, steps))
 
     def cancel(self, request_id: str) -> list[Finished]:
@@ -257,17 +259,40 @@ class BlendWorker:
         return _Outcome(report)
 
     def _ingest(self, job: Job) -> Steps[_Outcome]:
-        """Compute the span behind the ids before it, as ingestion everywhere does, and have it stored."""
-        layers, namespace = self.layers, job.params.namespace
-        start, end = job.params.spans[0]
-        paged = PagedKV(layers, job.block_ids, job.end)
-        for placement in (yield from self._prefix(job)):
-            paged.place_all(placement)
-        header = self._header(job, job.prefix_ids, job.token_ids[start:end], namespace)
+        """Compute the last span behind the ids before it, as ingestion everywhere does, and have it stored."""
+        layers, spans = self.layers, job.params.spans
+        start, end = spans[-1]
+        prefix = yield from self._prefix(job)
+        if len(spans) > 1:
+            paged = yield from self._placed_behind(job, prefix)
+        else:
+            paged = PagedKV(layers, job.block_ids, job.end)
+            for placement in prefix:
+                paged.place_all(placement)
+        context = tuple(later - earlier for (earlier, _), (later, _) in itertools.pairwise(spans))
+        ids = job.token_ids
+        header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
         return _Outcome(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
+
+    def _placed_behind(self, job: Job, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
+        """The blocks up to the last span: chunks that are stored are placed as they are, what is not is computed."""
+        ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.params.spans[-1][0]
+        damaged: set[str] = set()
+        while True:
+            placed, num_resident = self._lookup(job, damaged), sum(placement.end for placement in prefix)
+            rule = find_rule("first_k", self.layers.num_layers)
+            plan = FusePlan(ids[:start], placed, rule, _NO_RECOMPUTE, num_resident, num_fused=start)
+            paged = PagedKV(self.layers, job.block_ids, job.end)
+            try:
+                with PagedSource((*prefix, *placed), self.layers, paged) as source:
+                    yield from fuse_steps(self.layers, plan, paged, source)
+                return paged
+            except DamagedEntryError as error:
+                log.warning("%s; computing it again for request %s", error, job.request_id)
+                damaged.add(error.key)
 
     def _stored(self) -> list[Finished]:
         """Ingested chunks that are on the disk by now, or could not be stored."""
@@ -377,12 +402,12 @@ class BlendWorker:
             log.warning("%s; blending without it", error)
             return None
 
-    def _header(self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
-        key = chunk_key(job.fingerprint, prefix_ids, ids, namespace)
-        dtype = dtype_name(self.layers.dtype)
-        return KVHeader(
-            key, job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype, namespace=namespace
-        )
+    def _header(
+        self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str, context: tuple[int, ...] = ()
+    ) -> KVHeader:
+        facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
+        header = KVHeader("", *facts, namespace=namespace, context=context)
+        return replace(header, key=key_of(header))
 
 
 def worker_of_this_process() -> BlendWorker:

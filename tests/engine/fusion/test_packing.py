@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion import packing as ingestion
-from ragblend.engine.fusion.packing import TokenIds, passes, prefill_all
+from ragblend.engine.fusion.lookup import ALONE, Behind
+from ragblend.engine.fusion.packing import Item, TokenIds, passes, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
 from ragblend.engine.fusion.protocols import FusedLayers, LayerwiseModel
@@ -127,7 +128,7 @@ class Store:
         self.stored.append(kv.header.token_ids)
 
 
-def made_kv(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
+def made_kv(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
     """KV of the right size, made up."""
     return [
         MemoryKV(header(ids), tuple(LayerKV(*(torch.zeros(1, len(ids), 2) for _ in range(2))) for _ in range(6)))
@@ -142,7 +143,7 @@ NBYTES = 4 * 2 * 2 * 6 * 4
 def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes() -> None:
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
-    nbytes = list(prefill_all(chunks, lambda chunk: chunk not in known, made_kv, store.put, 8))
+    nbytes = list(prefill_all(map(Item, chunks), lambda item: item.token_ids not in known, made_kv, store.put, 8))
     assert nbytes == [NBYTES, 0, NBYTES, NBYTES, 0, NBYTES, NBYTES]
     assert list(dict.fromkeys(store.stored)) == [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[5]]
 
@@ -152,13 +153,15 @@ def test_the_model_goes_on_while_the_store_writes() -> None:
     store.hold.clear()
     seen: list[int] = []
 
-    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
         seen.append(len(store.stored))
         if chunks[0] == CHUNKS[-1]:
             prefilled.set()
         return made_kv(chunks)
 
-    worker = threading.Thread(target=lambda: list(prefill_all(CHUNKS, lambda _: True, prefill, store.put, 4)))
+    worker = threading.Thread(
+        target=lambda: list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
+    )
     worker.start()
     assert prefilled.wait(TIMEOUT_S), "prefilling waited for the first write"
     assert seen == [0] * len(CHUNKS)
@@ -171,18 +174,18 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ingestion, "UNWRITTEN_BYTES", 2 * NBYTES)
     store, seen = Store(), []
 
-    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
         seen.append(len(store.stored))
         return made_kv(chunks)
 
-    list(prefill_all(CHUNKS, lambda _: True, prefill, store.put, 4))
+    list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
     assert all(number - stored <= 2 for number, stored in enumerate(seen))
 
 
 def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None:
     store, stored = Store(refuse_from=3), []
     with pytest.raises(StoreFullError):
-        stored.extend(prefill_all(CHUNKS, lambda _: True, made_kv, store.put, 4))
+        stored.extend(prefill_all(map(Item, CHUNKS), lambda _: True, made_kv, store.put, 4))
     assert stored == [NBYTES] * 3
     assert store.stored == CHUNKS[:3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
@@ -191,19 +194,19 @@ def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None
 def test_an_interrupted_run_stores_what_it_had_prefilled() -> None:
     store = Store()
 
-    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds], behind: Behind = ALONE) -> list[MemoryKV]:
         if chunks[0] == CHUNKS[5]:
             raise KeyboardInterrupt
         return made_kv(chunks)
 
     with pytest.raises(KeyboardInterrupt):
-        list(prefill_all(CHUNKS, lambda _: True, prefill, store.put, 4))
+        list(prefill_all(map(Item, CHUNKS), lambda _: True, prefill, store.put, 4))
     assert store.stored == CHUNKS[:5]
 
 
 def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing() -> None:
     store = Store()
-    run = prefill_all(CHUNKS, lambda _: True, made_kv, store.put, 4)
+    run = prefill_all(map(Item, CHUNKS), lambda _: True, made_kv, store.put, 4)
     next(run)
     run.close()  # type: ignore[attr-defined]
     assert store.stored == CHUNKS[: len(store.stored)]

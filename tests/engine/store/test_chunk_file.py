@@ -10,6 +10,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.keys import chunk_key, key_of
 from ragblend.engine.store.kv import DTYPES, LAYOUT_VERSION, ChunkKV, KVHeader, LayerKV, MemoryKV, stored_as
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
@@ -38,6 +39,7 @@ GOLDEN_QUANTIZED_SHA256 = {
     "int8": "54eb1df2d70474782f64eda484ad81b9b2df31e53c7986a1ba8d42326a59253c",
     "fp8": "600b06be52105878dda5894d084c0ec95b472820a56e89f2b2852c6c04cead5b",
 }
+GOLDEN_SIMILAR_SHA256 = "dd33a9bc1b39c28fbdd2bd654eea123ae1525292f8bec8cbc4535917734165c3"
 GOLDEN_KEY = "0" * 32
 
 
@@ -253,6 +255,45 @@ def test_reading_and_writing_work_under_inference_mode(path: Path) -> None:
         found = read(write(path, kv), kv)
         assert_same(found, kv)
         assert not found.layer(0).keys.is_inference()
+
+
+def similar_kv() -> MemoryKV:
+    """Behind the prefix (1, 2) and two chunks, of two ids and of one."""
+    whole = make_kv()
+    ids = whole.header.token_ids
+    header = replace(
+        whole.header, key=chunk_key("model", (1, 2), ids, whole.header.namespace, "similar"),
+        prefix_ids=(1, 2, 7, 8, 9), context=(2, 1),
+    )  # fmt: skip
+    return MemoryKV(header, whole.layers)
+
+
+def test_the_format_of_a_similar_version_is_stable(path: Path) -> None:
+    kv = golden_kv()
+    kv = MemoryKV(replace(kv.header, prefix_ids=(1, 2, 5, 6, 7), context=(2, 1)), kv.layers)
+    assert hashlib.sha256(write(path, kv).read_bytes()).hexdigest() == GOLDEN_SIMILAR_SHA256
+
+
+def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path: Path) -> None:
+    kv = similar_kv()
+    assert_same(read(write(path, kv), kv), kv)
+    behind_others = replace(kv.header, prefix_ids=(1, 2, 5, 5), context=(2,))
+    assert key_of(kv.header) == key_of(behind_others) == kv.header.key != key_of(replace(kv.header, context=()))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [[], [2], [3, 1], [2, 1, 1], [5, 1], [3, 0], [4, -1], [True, 2], [2.0, 1], ["2", 1], [[2], 1], "21", 3, None],
+)
+def test_context_lengths_that_do_not_make_the_key_are_refused(path: Path, context: object) -> None:
+    from forgery import edited  # here: other tests' processes import this file from elsewhere
+
+    kv = similar_kv()
+    path.write_bytes(edited(encode_chunk(kv), context=context))
+    with pytest.raises(UnreadableError):
+        read(path, kv)
+    with pytest.raises(UnreadableError):
+        decode_chunk(path.read_bytes(), kv.header.key)
 
 
 def test_another_layout_is_told_apart_from_damage_and_from_another_key(path: Path) -> None:

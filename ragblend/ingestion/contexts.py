@@ -1,0 +1,132 @@
+"""Which versions of its chunks a store keeps, by its ingestion context, and what each is computed behind.
+
+The policy is the store's (see `engine.fusion.lookup`); the chunks that a similar version is computed behind are found
+by an index. Knows chunks, the index and engines; prefills nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from ragblend.corpus.rows import text_hash
+from ragblend.corpus.texts import registry_of
+from ragblend.engine.api import Engine
+from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.index import ChunkIndex
+from ragblend.options import CONTEXT, ContextPolicy
+from ragblend.prompt.prompt import Chunk
+
+NUM_SIMILAR = 2
+"""Chunks that a similar version is computed behind."""
+
+
+def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
+    """Use the context that is wanted, and have the store remember it; None is what it remembers.
+
+    Raises UsageError where it remembers another: its chunks would be of two kinds.
+    """
+    if wanted is None and engine.context == "none":
+        return
+    policy, remembered = CONTEXT.of("context", wanted or engine.context), remembered_context(engine.store)
+    if remembered not in (None, "none", policy):
+        raise UsageError(
+            f"the store keeps its chunks in the context {remembered!r}, not {policy!r}; change it for all of them: "
+            f"ragblend precompute --context {policy}"
+        )
+    if policy != remembered or policy != engine.context:
+        engine.keep_context(policy)
+
+
+def versions(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
+    """All that a store of this policy keeps of `chunks`, which are in reading order: its main version, and others.
+
+    Similar versions do not say yet what they are behind: see `with_similar`.
+    """
+    found: list[Chunk] = []
+    before: Chunk | None = None
+    for chunk in chunks:
+        found.append(chunk)
+        if policy == "similar":
+            found.append(replace(chunk, context="similar"))
+        elif policy == "neighbour" and before is not None and before.source == chunk.source:
+            found.append(replace(chunk, context="neighbour", behind=(before.text,)))
+        before = chunk
+    return found
+
+
+def alone_versions(text: str) -> list[Chunk]:
+    """Every version that a chunk can have whatever stands beside it in its document, by their keys."""
+    return [Chunk(text, context="none"), Chunk(text, context="fixed"), Chunk(text, context="similar")]
+
+
+def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | None) -> list[Chunk]:
+    """`chunks`, the similar versions among them with the texts that they are to be computed behind.
+
+    Those are the nearest by the index's own vectors among the chunks that are precomputed in the engine's namespace,
+    or given here to be. One that has none near it, or no room in the model's context, is left out: it stays alone.
+    Raises UsageError without an index.
+    """
+    given = {chunk.text.strip() for chunk in chunks}
+    known: dict[str, bool] = {}
+
+    def may_stand(text: str) -> bool:
+        if text not in known:
+            known[text] = text.strip() in given or engine.is_stored(Chunk(text, context="none"))
+        return known[text]
+
+    found = []
+    for chunk in chunks:
+        if chunk.context == "similar" and not chunk.behind:
+            if index is None:
+                raise UsageError(
+                    "chunks in the context 'similar' are computed behind others that an index finds; give it one "
+                    "(ragblend.ingest, ragblend precompute), or keep them alone: context 'none'"
+                )
+            behind = tuple(index.similar_texts(chunk.text, NUM_SIMILAR, may_stand))
+            while behind and not _fits(chunk, behind, engine):
+                behind = behind[:-1]
+            chunk = replace(chunk, behind=behind)
+            if not behind:
+                continue
+        found.append(chunk)
+    return found
+
+
+def drop_stale(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex | None) -> int:
+    """Delete those of the similar versions, stored a moment ago, that are behind a text which is gone meanwhile: who
+    removed it may have looked before they were there. How many."""
+    similar = [chunk for chunk in chunks if chunk.context == "similar"]
+    if index is None or not similar:
+        return 0
+    there = index.vectors({text for chunk in similar for text in chunk.behind})
+    stale = [chunk for chunk in similar if any(text_hash(text) not in there for text in chunk.behind)]
+    return sum(engine.forget(chunk) for chunk in stale)
+
+
+def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
+    prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
+    parts = engine.segmenter.context_parts(replace(chunk, behind=tuple(behind)))
+    num_tokens = len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text)
+    return num_tokens + 2 <= engine.context_length  # two more than vLLM needs
+
+
+def drop_versions(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
+    """Delete every version of `chunks`, which are in reading order, that is none of those `kept`.
+
+    How many went, and why a remote tier could not be told; "" where it was.
+    """
+    stay = {engine.key(chunk) for chunk in kept}
+    every = [*versions(chunks, "neighbour"), *(each for chunk in chunks for each in alone_versions(chunk.text))]
+    keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in stay]
+    with closing(registry_of(engine.store)) as registry:
+        registry.forget_stored(keys)
+    num_removed, problem = 0, ""
+    for key in keys:
+        try:
+            num_removed += engine.store.delete(key)
+        except BackendUnreachableError as error:
+            problem = str(error)
+    return num_removed, problem

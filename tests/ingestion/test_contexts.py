@@ -1,0 +1,302 @@
+"""A store's ingestion context: kept, followed by every command, changed as a whole, and gone with what it was of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+
+from ragblend import Chunk, SegmentedPrompt, load_engine
+from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.errors import UsageError
+from ragblend.index import open_index
+from ragblend.ingestion.contexts import versions
+from ragblend.precompute import (
+    ingest,
+    open_engine_index,
+    pin_document,
+    precompute_chunks,
+    precompute_documents,
+    precompute_index,
+    remove_documents,
+)
+from ragblend.upkeep.maintenance import collect_garbage, push_store, repair_store, verify_store
+
+TEXTS = {
+    "fox": "Bob Fox lives in Norburg and plays the flute.",
+    "kern": "Alice Kern works for Nexon and plays the flute.",
+    "bell": "James Bell lives in Norburg and plays chess.",
+    "moss": "Tara Moss has a job at Nexon, which sells drones.",
+}
+Make = Callable[..., TransformersEngine]
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Make]:
+    """`opened(**options)`: the demo model's engine over tmp_path/kv; closed at the end."""
+    made: list[TransformersEngine] = []
+
+    def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
+        made.append(load_engine("demo", tmp_path / store, **options))
+        return made[-1]
+
+    yield open_one
+    for engine in made:
+        engine.close()
+
+
+def bring_in(docs: Path, engine: TransformersEngine, **options: Any) -> Any:
+    return ingest(docs, engine, docs.parent / "index", **{"chunk_size": 32, "embedder": "hashing", **options})
+
+
+def texts_behind(engine: TransformersEngine, header: KVHeader) -> set[str]:
+    """Which of TEXTS stands in what an entry was computed behind."""
+    ids = header.prefix_ids
+    found = set()
+    for name, text in TEXTS.items():
+        mine = engine.segmenter.chunk_ids(text)
+        if any(ids[start : start + len(mine)] == mine for start in range(len(ids))):
+            found.add(name)
+    return found
+
+
+def similar(name: str) -> Chunk:
+    return Chunk(TEXTS[name], context="similar")
+
+
+def test_similar_versions_are_stored_once_remembered_and_used(docs, opened):
+    engine = opened()
+    report = bring_in(docs, engine, context="similar")
+    assert (report.num_chunks, report.num_new_kv) == (4, 8)
+    again = bring_in(docs, opened())
+    assert (again.num_new_kv, again.num_known_kv) == (0, 8)
+    behind = texts_behind(engine, disk_tier(engine.store).header(engine.key(similar("fox"))))
+    assert behind == {"kern", "bell"}  # those with most words in common, and never itself
+    prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
+    report = opened().generate(prompt, max_tokens=1).report
+    assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
+        (True, "none"), (False, "similar"), (False, "similar"),
+    ]  # fmt: skip
+
+
+def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):
+    for name in ("kern", "bell", "moss"):
+        (docs / f"{name}.txt").unlink()
+    engine = opened()
+    assert bring_in(docs, engine, context="similar").num_new_kv == 1
+    assert bring_in(docs, engine).num_new_kv == 0
+    with pytest.raises(UsageError, match="an index finds"):
+        precompute_chunks([similar("kern")], engine)
+    assert precompute_documents([TEXTS["kern"]], engine).num_new_kv == 1  # as frameworks do: alone
+
+
+def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened):
+    engine = opened()
+    bring_in(docs, engine)
+    assert remembered_context(engine.store) is None
+    assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
+    with pytest.raises(UsageError, match="precompute --context none"):
+        bring_in(docs, engine, context="none")
+    with pytest.raises(UsageError, match="keeps its chunks in the context 'similar'"):
+        bring_in(docs, opened(context="neighbour"))
+    with open_engine_index(docs.parent / "index", engine, create=False) as index:
+        pin_document(str(docs / "fox.txt"), engine, index)
+        changes = [
+            ("none", 0, 4),
+            ("similar", 4, 0),
+            ("fixed", 4, 8),
+            ("neighbour", 4, 4),
+            ("none", 0, 0),
+            ("fixed", 4, 4),
+        ]
+        for policy, num_new, num_removed in changes:
+            report = precompute_index(engine, index, policy)
+            assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
+            wanted = {engine.key(chunk) for chunk in versions(index.chunks(), policy)}
+            assert set(engine.store.keys()) == wanted
+            pinned = disk_tier(engine.store).pins()[str(docs / "fox.txt")]
+            assert set(pinned) == {engine.key(chunk) for chunk in versions([Chunk(TEXTS["fox"])], policy)}
+            assert (engine.context, remembered_context(engine.store)) == (policy, policy)
+
+
+def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, opened, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    with opened(remote=url) as engine:
+        bring_in(docs, engine, context="similar")
+        engine.store.flush()
+        remote, disk = engine.store.tiers[-1], disk_tier(engine.store)
+        headers = {name: disk.header(engine.key(similar(name))) for name in TEXTS}
+        behind = {name: texts_behind(engine, header) for name, header in headers.items()}
+        lost = {name for name, others in behind.items() if "fox" in others}
+        kept = set(TEXTS) - lost - {"fox"}
+        assert lost == {"kern", "bell"}
+        disk.delete(headers["bell"].key)  # evicted here, or made by another machine: it tells nothing any more
+        for tier in engine.store.tiers[:1]:
+            tier.delete(headers["bell"].key)
+        with open_engine_index(tmp_path / "index", engine, create=False) as index:
+            remove_documents([str(docs / "fox.txt")], engine, index)
+        for tier in (disk, remote):
+            assert set(tier.keys()) == {
+                *(engine.key(Chunk(TEXTS[name])) for name in TEXTS if name != "fox"),
+                *(engine.key(similar(name)) for name in kept),
+            }
+        for header in disk.headers():
+            assert "fox" not in texts_behind(engine, header)
+        (docs / "fox.txt").unlink()
+        assert bring_in(docs, engine).num_new_kv == len(lost)
+        for name in lost:
+            others = texts_behind(engine, disk.header(engine.key(similar(name))))
+            assert len(others) == 2
+            assert "fox" not in others
+
+
+def test_in_memory_alone_it_is_the_same(docs):
+    with load_engine("demo") as engine:
+        bring_in(docs, engine, context="similar")
+        assert len(list(engine.store.keys())) == 8
+        (docs / "fox.txt").unlink()
+        bring_in(docs, engine)
+        (memory,) = engine.store.tiers
+        assert all("fox" not in texts_behind(engine, header) for header in memory.headers())
+        assert len(list(memory.keys())) == 6
+
+
+def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder, names in ((ours, ("kern", "moss")), (theirs, ("fox", "bell"))):
+        folder.mkdir()
+        for name in names:
+            (docs / f"{name}.txt").rename(folder / f"{name}.txt")
+    options = {"chunk_size": 32, "embedder": "hashing", "context": "similar"}
+    for folder, namespace in ((theirs, "them"), (ours, "us")):  # one index, two tenants
+        ingest(folder, opened(namespace=namespace), tmp_path / "index", **options)
+    engine = opened(namespace="us")
+    behind = [
+        texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers() if header.namespace == "us"
+    ]
+    assert sorted(map(sorted, behind)) == [[], [], ["kern"], ["moss"]]
+
+
+def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing(docs, opened, tmp_path, monkeypatch):
+    engine, original = opened(), TransformersEngine._prefill_chunks
+    index = tmp_path / "index"
+    bring_in(docs, engine)
+
+    def removed_meanwhile(self, chunks, behind):
+        made = original(self, chunks, behind)
+        if behind.policy == "similar":  # another process, which does not see what is not stored yet
+            with opened() as other, open_engine_index(index, other, create=False) as found:
+                if str(docs / "fox.txt") in found.sources():
+                    remove_documents([str(docs / "fox.txt")], other, found)
+        return made
+
+    monkeypatch.setattr(TransformersEngine, "_prefill_chunks", removed_meanwhile)
+    with open_engine_index(index, engine, create=False) as ours:
+        precompute_index(engine, ours, "similar")
+    left = {header.key: texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers()}
+    assert not any("fox" in behind for behind in left.values())
+    assert engine.key(similar("moss")) in left
+
+
+def test_what_is_likely_to_be_used_is_fetched_ahead(docs, opened):
+    engine = opened()
+    bring_in(docs, engine, context="similar")
+    engine.prefetch([TEXTS["fox"], TEXTS["moss"]])
+    wanted = {engine.key(Chunk(TEXTS["fox"])), engine.key(similar("fox")), engine.key(similar("moss"))}
+    assert set(engine.keys_ahead([TEXTS["fox"], TEXTS["moss"]])) == wanted
+
+
+def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    with opened() as engine:
+        bring_in(docs, engine, context="similar")
+        keys = {name: engine.key(similar(name)) for name in TEXTS}
+    store, index = tmp_path / "kv", tmp_path / "index"
+    assert push_store(store, open_remote(url)).num_sent == 8
+    before = {path.name: path.read_bytes() for path in store.glob("??/*")}
+    place = next(store.glob(f"??/{keys['bell']}*"))
+    place.write_bytes(place.read_bytes()[:-1] + b"?")
+    report = verify_store(store, index)
+    assert (list(report.damaged), report.orphans) == ([keys["bell"]], 0)
+    with opened() as engine, open_engine_index(index, engine, create=False) as found:
+        assert repair_store(report, engine, found) == 1
+    assert {path.name: path.read_bytes() for path in store.glob("??/*")} == before
+    with opened(kv_dtype="int8") as engine, open_engine_index(index, engine, create=False) as found:
+        assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
+    assert {header.stored_dtype for header in DiskStore(store).headers()} == {"int8"}
+    with opened() as engine, open_engine_index(index, engine, create=False) as found:
+        assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
+    assert {header.stored_dtype for header in DiskStore(store).headers()} == {"float32"}
+    with open_index(index) as found:  # forgotten by the index alone, as a crash would leave it
+        found.remove_document(str(docs / "fox.txt"))
+    collect_garbage(store, index)
+    assert {key for key in keys.values() if DiskStore(store).holds(key)} == {keys["moss"]}
+
+
+def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, capsys):
+    with opened() as engine:
+        bring_in(docs, engine, context="similar")
+    note = tmp_path / "kv" / CONTEXT_FILE
+    note.write_bytes(note.read_bytes()[:-9])
+    place = ("--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"))
+    assert run_command("ask", "Who plays the flute?", *place) == 4
+    assert "ragblend precompute --context" in capsys.readouterr().err
+    assert run_command("verify", *place, "--json") == 4
+    assert list(json.loads(capsys.readouterr().out)["damaged_files"]) == [CONTEXT_FILE]
+    assert run_command("verify", "--repair", *place) == 0
+    assert not note.exists()
+    assert run_command("precompute", "--context", "similar", *place) == 0
+    assert DiskStore(tmp_path / "kv").context() == "similar"
+
+
+def test_fixed_versions_are_followed_removed_and_collected(docs, opened, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    with opened(remote=url) as engine, open_engine_index(tmp_path / "index", engine, "hashing", 32) as index:
+        assert bring_in(docs, engine, context="fixed").num_new_kv == 4
+        assert precompute_documents(["Only a framework has this."], engine).num_new_kv == 1
+        assert all(map(engine.is_stored, TEXTS.values()))
+        assert not engine.is_stored(Chunk(TEXTS["fox"], context="none"))
+        for name in ("fox", "kern"):  # asked for in the first place
+            engine.precompute(Chunk(TEXTS[name], context="none"))
+        (docs / "kern.txt").unlink()
+        assert bring_in(docs, engine).num_removed_kv == 2
+        remove_documents([str(docs / "fox.txt")], engine, index)
+        engine.store.flush()
+        left = {engine.key(text) for text in (TEXTS["bell"], TEXTS["moss"], "Only a framework has this.")}
+        assert [set(tier.keys()) for tier in engine.store.tiers] == [left] * 3
+        assert verify_store(tmp_path / "kv", tmp_path / "index").orphans == 1
+    collect_garbage(tmp_path / "kv", tmp_path / "index")
+    assert len(list(DiskStore(tmp_path / "kv").keys())) == 2
+    with pytest.raises(UsageError, match="512 of them the fixed context"):
+        bring_in(docs, opened(), chunk_size=engine.context_length - 100)
+
+
+def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(docs, opened, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    for policy in ("similar", "fixed"):
+        with opened(policy, remote=f"{url}/{policy}") as engine:
+            bring_in(docs, engine, context=policy)
+        prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("bell", "kern", "moss")], "Who plays the flute?")
+        with opened(f"{policy} replica", remote=f"{url}/{policy}", context=policy, on_miss="inline") as engine:
+            assert remembered_context(engine.store) is None
+            found = engine.generate(prompt, max_tokens=1).report.chunks
+            assert [chunk.context for chunk in found[1:]] == [policy, policy]
+            assert [chunk.hit for chunk in found] == [True] * 3

@@ -1,0 +1,138 @@
+"""Ingestion contexts inside vLLM: the versions that the transformers engine makes, found under the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragblend import Chunk, SegmentedPrompt, load_engine
+from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.vllm.params import parse_params
+from ragblend.errors import UsageError
+from ragblend.precompute import ingest, open_engine_index, precompute_index
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
+TEXTS = (
+    "the other chunk is in the answer",
+    "question the other chunk",
+    "what the answer is and the chunk",
+    "that theory",
+)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> str:
+    """Its chunks are joined by a blank line."""
+    return str(checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def vllm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    place = tmp_path_factory.mktemp("contexts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        options = {"vllm_options": SMALL, "dtype": "float32"}
+        with load_engine(model, place / "kv", backend="vllm", **options) as engine:
+            yield engine
+
+
+def fill(engine: Any, place: Path) -> Path:
+    """An index of TEXTS, a document each; its folder."""
+    docs = place / "docs"
+    docs.mkdir()
+    for number, text in enumerate(TEXTS):
+        (docs / f"{number}.txt").write_text(text)
+    ingest(docs, engine, place / "index", chunk_size=64, embedder="hashing")
+    return place / "index"
+
+
+@pytest.fixture(scope="module")
+def index(vllm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(vllm, tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("policy", ["similar", "fixed", "neighbour", "none"])
+def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm, index, model, tmp_path):
+    with open_engine_index(index, vllm, create=False) as opened:
+        precompute_index(vllm, opened, policy)
+        root = next(tier.root for tier in vllm.store.tiers if isinstance(tier, DiskStore))
+        assert remembered_context(vllm.store) == policy
+        with load_engine(model, tmp_path / "kv", dtype="float32", on_miss="inline") as ours:
+            precompute_index(ours, opened, policy)
+            theirs = {header.key: header for header in DiskStore(root).headers()}
+            mine = {header.key: header for header in DiskStore(tmp_path / "kv").headers()}
+            assert set(theirs) == set(mine)
+            assert len(mine) == (8 if policy == "similar" else 4)
+            for key, header in mine.items():
+                assert theirs[key] == header
+                for layer in range(header.num_layers):
+                    found, expected = DiskStore(root).get(key).layer(layer), ours.store.get(key).layer(layer)
+                    torch.testing.assert_close(found.keys, expected.keys, atol=1e-3, rtol=1e-3)
+                    torch.testing.assert_close(found.values, expected.values, atol=1e-3, rtol=1e-3)
+            prompt = SegmentedPrompt(TEXTS[:3], "what is the theory?")
+            for mode, first in (("reuse", policy if policy == "fixed" else "none"), ("reuse", "none")):
+                report = vllm.generate(prompt, mode=mode, max_tokens=2).report
+                vllm.flush()  # what stood in the first place is stored alone by now
+                rest = "none" if policy == "neighbour" else policy
+                assert [chunk.context for chunk in report.chunks] == [first, rest, rest]
+                assert [chunk.exact for chunk in report.chunks] == [first == "none", False, False]
+            if policy == "fixed":
+                ours.precompute(Chunk(TEXTS[0], context="none"))
+            for mode in ("reuse", "blend"):
+                answers = [
+                    engine.generate(prompt, mode=mode, rule="cacheblend", max_tokens=6) for engine in (vllm, ours)
+                ]
+                assert answers[0].token_ids == answers[1].token_ids
+                assert [chunk.context for chunk in answers[0].report.chunks] == [
+                    chunk.context for chunk in answers[1].report.chunks
+                ]
+
+
+def test_a_neighbour_version_is_exact_behind_the_chunk_that_starts_the_prompt(vllm):
+    first, second = "is the chunk that", "and what is in it"
+    vllm.keep_context("neighbour")
+    for chunk in (Chunk(first, context="none"), Chunk(second, context="neighbour", behind=(first,))):
+        vllm.precompute(chunk)
+    report = vllm.generate(SegmentedPrompt([first, second], "what?"), mode="reuse", max_tokens=1).report
+    assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [(True, "none"), (True, "neighbour")]
+
+
+def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
+    a, b, c = "the answer to that theory", "is the question", "of the other chunk"
+    for text in (a, b):
+        vllm.precompute(Chunk(text, context="none"))
+    similar = Chunk(c, context="similar", behind=(a, b))
+    vllm.precompute(similar)
+    disk = next(tier for tier in vllm.store.tiers if isinstance(tier, DiskStore))
+    before = [tuple(disk.get(vllm.key(similar)).layer(layer)) for layer in range(6)]
+    vllm.forget(similar)
+    key = vllm.key(Chunk(a, context="none"))
+    path = next(disk.root.glob(f"*/{key}*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    vllm.precompute(similar)
+    for (keys, values), layer in zip(before, range(6), strict=True):
+        found = disk.get(vllm.key(similar)).layer(layer)
+        torch.testing.assert_close(found.keys, keys, atol=1e-3, rtol=1e-3)  # the first chunk is exact either way
+        torch.testing.assert_close(found.values, values, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"spans": [[1, 3], [4, 6]]},
+        {"spans": [[1, 3]], "context": "similar"},
+        {"spans": [[1, 3], [4, 6]], "context": "fixed"},
+        {"spans": [[1, 3]], "context": "every"},
+        {"spans": [], "context": "similar"},
+    ],
+)
+def test_ingestions_of_no_version_are_refused(params):
+    with pytest.raises(UsageError):
+        parse_params({"mode": "ingest", **params})
