@@ -85,9 +85,9 @@ def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | No
                     "chunks in the context 'similar' are computed behind others that an index finds; give it one "
                     "(ragblend.ingest, ragblend precompute), or keep them alone: context 'none'"
                 )
-            behind = tuple(index.similar_texts(chunk.text, NUM_SIMILAR, may_stand))
+            behind = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, may_stand)))  # the nearest beside it
             while behind and not _fits(chunk, behind, engine):
-                behind = behind[:-1]
+                behind = behind[1:]
             chunk = replace(chunk, behind=behind)
             if not behind:
                 continue

@@ -282,6 +282,7 @@ class QualityConfig(BenchConfig):
         tuple[float, ...],
         Option("--budgets", "--budget", help="Charged budgets in a model of 32 layers, comma-separated shares."),
     ] = ()
+    context: Annotated[str, Option("--context", help="That chunks are stored in: none, fixed or similar.")] = "none"
     embedder: Annotated[
         str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
     ] = None
@@ -289,11 +290,13 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def check(self) -> None:
-        """Parts that there are, shares that are some."""
+        """Parts that there are, shares that are some, contexts that chunks can have without their document."""
         from ragblend.engine.fusion.rules import check_ratio
 
         if self.ratios is None:
             object.__setattr__(self, "ratios", () if self.budgets else (0.05, DEFAULT_RATIO))
+        if self.context not in ("none", "fixed", "similar"):
+            raise UsageError(f"context is {self.context!r}; choose none, fixed or similar")
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios or ():

@@ -30,7 +30,8 @@ from ragblend.corpus.embedders import Embedder
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, as_chunk
 
 SUMMARISE = "Write a summary of all the passages."
 NAMED = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
@@ -145,13 +146,47 @@ def _is_of(question: str, part: str) -> bool:
     return part in ("all", part_of(question))
 
 
+def stored_chunks(prompt: SegmentedPrompt, context: str, near: Nearest | None) -> list[Part]:
+    """What a store in `context` holds of the prompt's chunks. The first is there alone as well, exact where it stands:
+    with `fixed` that is so from the second prompt on which it opens."""
+    texts = [as_chunk(chunk).text for chunk in prompt.chunks]
+    if context == "none":
+        return [Chunk(text, context="none") for text in texts]
+    if context == "fixed":
+        return [*(Chunk(text, context="fixed") for text in texts), Chunk(texts[0], context="none")]
+    assert near is not None
+    similar = [Chunk(text, context="similar", behind=near.behind(text)) for text in texts]
+    alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.behind)])
+    return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.behind)]
+
+
+class Nearest:
+    """The chunks of all cases, and for each the ones most similar to it, as an index of them would find."""
+
+    def __init__(
+        self, cases: Sequence[Case], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+    ) -> None:
+        self._texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
+        self._vectors = embedder.embed(self._texts)
+        self._place_of = {text: place for place, text in enumerate(self._texts)}
+
+    def behind(self, text: str) -> tuple[str, ...]:
+        """The texts that its similar version is computed behind, the nearest last."""
+        order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
+        return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
+
+
+def _chunks_of(case: Case, engine: TransformersEngine, config: QualityConfig) -> list[str]:
+    if case.order == "given":
+        return list(case.passages)
+    count, size = engine.segmenter.count_tokens, config.chunk_tokens
+    documents = [Document(text, str(number)) for number, text in enumerate(case.passages)]
+    return [chunk.text for document in documents for chunk in split(document, count, size)]
+
+
 def prompt_of(case: Case, engine: TransformersEngine, embedder: Embedder, config: QualityConfig) -> SegmentedPrompt:
     """The case as `ragblend ask` would ask it."""
-    chunks: Sequence[str] = case.passages
-    if case.order != "given":
-        count, size = engine.segmenter.count_tokens, config.chunk_tokens
-        documents = [Document(text, str(number)) for number, text in enumerate(case.passages)]
-        chunks = [chunk.text for document in documents for chunk in split(document, count, size)]
+    chunks = _chunks_of(case, engine, config)
     if case.order == "score":
         embed_query = getattr(embedder, "embed_query", None)
         asked = embed_query(case.question) if embed_query else embedder.embed([case.question])[0]

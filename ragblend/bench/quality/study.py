@@ -26,7 +26,7 @@ from ragblend.bench.common.output import BenchResult, bench
 from ragblend.bench.common.plots import plot_quality
 from ragblend.bench.common.shapes import find_dtype
 from ragblend.bench.quality.cases import Case
-from ragblend.bench.quality.data import load_cases, prompt_of
+from ragblend.bench.quality.data import Nearest, load_cases, prompt_of, stored_chunks
 from ragblend.bench.quality.measures import (
     FULL,
     PREFIX,
@@ -51,7 +51,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
 """What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio."""
@@ -114,13 +114,15 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config, base)
+        near = Nearest(cases, base, embedder, config) if config.context == "similar" else None
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[Record]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases, start=1):
             tell(f"question {number} of {len(cases)}")
             prompt = prompt_of(case, base, embedder, config)
-            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens)
+            chunks = stored_chunks(prompt, config.context, near)
+            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, chunks)
             lengths.append(num_tokens)
             for each, record in found.items():
                 records[each].append(record)
@@ -139,9 +141,19 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
 
 
 def measure(
-    base: TransformersEngine, prompt: SegmentedPrompt, case: Case, chosen: Sequence[Configuration], answer_tokens: int
+    base: TransformersEngine,
+    prompt: SegmentedPrompt,
+    case: Case,
+    chosen: Sequence[Configuration],
+    answer_tokens: int,
+    chunks: Sequence[Part] | None = None,
 ) -> tuple[dict[Configuration, Record], int]:
-    """One prompt in every configuration beside its full prefill, and its tokens. Chunks are stored for it alone."""
+    """One prompt in every configuration beside its full prefill, and its tokens.
+
+    chunks: the versions of its chunks that are stored, all of one ingestion context or alone; None: its chunks.
+    """
+    chunks = prompt.chunks if chunks is None else chunks
+    contexts = {chunk.context for chunk in chunks if isinstance(chunk, Chunk)} - {None, "none"}
     engine = TransformersEngine(
         base.layers,
         base.segmenter,
@@ -151,8 +163,9 @@ def measure(
         system=case.system,
         on_miss="inline",
         check=False,
+        context=next(iter(contexts), "none"),
     )
-    for chunk in prompt.chunks:
+    for chunk in chunks:
         engine.precompute(chunk)
     # Rule `random` draws anew for every prompt.
     seed = zlib.crc32(repr(prompt.messages).encode())

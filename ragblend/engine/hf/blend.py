@@ -176,7 +176,8 @@ class BlendingEngine(EngineBase):
                 key = self._key(context.token_ids, segment.token_ids, context.name)
                 kv = find(key, segment.token_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    found[segment.start] = (Placement(kv, segment.start, context.exact), context)
+                    placed = Placement(kv, segment.start, context.exact, context.policy != "none")
+                    found[segment.start] = (placed, context)
                     break
         return Found(num_resident, found)
 

@@ -381,7 +381,7 @@ class BlendWorker:
             agreed = (self.layers.sum_over_ranks(have) > self.layers.num_ranks - 0.5).tolist()
             found = [kv if ok else None for kv, ok in zip(found, agreed, strict=True)]
         return tuple(
-            Placement(self.layers.own_heads(kv), span.start, span.exact)
+            Placement(self.layers.own_heads(kv), span.start, span.exact, span.policy != "none")
             for span, kv in zip(job.stored, found, strict=True)
             if kv is not None
         )
