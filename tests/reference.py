@@ -203,9 +203,10 @@ class Reference:
             if carry and layer and candidates and kept:
                 there = sorted(candidates)
                 rows = [running.index(position) for position in there]
-                moved = carry * median(k[rows] - before_rope[layer][there])
+                share = carry * len(rows) / (len(rows) + 16)  # few tokens are not believed
+                moved = share * median(k[rows] - before_rope[layer][there])
                 keys[layer][kept] = self.rope(before_rope[layer][kept] + moved, kept)
-                values[layer][kept] += carry * median(v[rows] - values[layer][there])
+                values[layer][kept] += share * median(v[rows] - values[layer][there])
             q, k = self.rope(q, running), self.rope(k, running)
             if layer in shares and shares[layer] < 1 and told is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])

@@ -45,7 +45,7 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     if rule.needs_deviation:
         active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
     asked = rule.probe_layers(checks, costs.num_layers) if checks[-1].ratio < 1 else ()
-    carries = rule.carry > 0 and checks[-1].ratio < 1
+    carries = rule.carry > 0 and checks[-1].ratio < 1 and active < num_candidates
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):
         cost = float(costs.num_fresh) if asked and 0 < layer <= asked[-1] else 0.0

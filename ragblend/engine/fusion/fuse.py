@@ -17,7 +17,7 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
 from ragblend.engine.fusion.plan import Fused, FusePlan
 from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource
-from ragblend.engine.fusion.rules import Evidence, num_to_recompute
+from ragblend.engine.fusion.rules import CARRY_DOUBT, Evidence, num_to_recompute
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
@@ -326,14 +326,19 @@ def _carry(
     Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the
     median over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the
     rule's share, is added to the stored KV of the others. The median, because a few tokens move far (a chunk's first
-    ones, which drew the attention of the rest). Both engines give the same: heads are each rank's own.
+    ones, which drew the attention of the rest); less of it where few tokens tell. Both engines give the same: heads are
+    each rank's own.
     """
     moved = known.moved_by(active)
     if not len(moved.rows) or not bool(moved.shares.any()):
         return 0
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
     fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)
-    drift = ((new.float() - old.float()).median(1, keepdim=True).values for new, old in zip(fresh, stored, strict=True))
+    certainty = len(moved.rows) / (len(moved.rows) + CARRY_DOUBT)
+    drift = (
+        certainty * (new.float() - old.float()).median(1, keepdim=True).values
+        for new, old in zip(fresh, stored, strict=True)
+    )
     source.move(layer, moved.shares, LayerKV(*drift))
     return len(moved.rows)
 

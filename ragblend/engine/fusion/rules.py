@@ -32,7 +32,8 @@ CHECK_LAYER = 1
 # Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
 # recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full
 # prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
-ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.8, 0.5, 0.1
+ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.55, 0.1
+CARRY_DOUBT = 16  # tokens: so many that tell how far others move are half believed
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
