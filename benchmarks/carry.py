@@ -1,7 +1,8 @@
 """How much of the recomputed tokens' change of KV the tokens that are kept should take on: rule `ask`, several shares.
 
     make real-model
-    python -m benchmarks.carry --model models/smollm2 --data musique --out data/results/carry-musique.json
+    python -m benchmarks.carry --model models/smollm2 --data musique --questions 14 --shares 0.8 0.9 1 \
+        --ratios 0.005 0.05 0.15 --out data/results/carry-musique.json
 
 Of the selection part, because it chooses (`ragblend.engine.fusion.rules.CARRY`). A share of 0 is the rule without it.
 """

@@ -331,3 +331,17 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
 def test_a_value_out_of_range_is_refused_before_a_model_is_loaded(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         QualityConfig(**change)
+
+
+def test_chunks_can_be_stored_in_a_context_that_changes_what_is_reused() -> None:
+    reused = {}
+    for context in ("none", "fixed", "similar"):
+        config = QualityConfig(
+            data="demo", num_questions=2, modes=("reuse",), ratios=(), embedder="hashing", context=context
+        )
+        runs = {run["mode"]: run for run in run_quality(config).runs if run["kind"] == "all"}
+        assert runs["full"]["first_token_kl"] == 0.0
+        reused[context] = runs["reuse"]["first_token_kl"]
+    assert len(set(reused.values())) == 3
+    with pytest.raises(UsageError, match="choose none, fixed or similar"):
+        QualityConfig(context="neighbour")

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.rope import FIXED_FREQUENCY, exact_context, rotate, tables
+from ragblend.engine.fusion.rope import FIXED_FREQUENCY, exact_context, rotate, tables, unrotate
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
@@ -131,3 +131,10 @@ def test_longrope_is_exact_up_to_its_original_length():
     assert exact_context({"rope_type": "longrope", "original_max_position_embeddings": 256}, 4096) == 256
     assert exact_context({"rope_type": "longrope"}, 4096) == 4096
     assert exact_context({}, 4096) == 4096
+
+
+@pytest.mark.parametrize(("scaling", "rotary"), [(1.0, 8), (1.0, 4), (1.3, 8)])
+def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float, rotary: int) -> None:
+    keys, rows = torch.randn(2, 9, 8), torch.arange(5, 14)
+    cos, sin = tables(torch.rand(rotary // 2), rows, scaling)
+    torch.testing.assert_close(unrotate(rotate(keys, cos, sin), cos, sin), keys, atol=1e-5, rtol=0)
