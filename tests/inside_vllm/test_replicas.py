@@ -315,11 +315,18 @@ def test_the_health_checks_pass(deployment: Deployment) -> None:
 
 
 def test_without_the_cache_replicas_answer_from_what_they_have(
-    deployment: Deployment, engine: Any, expected: Any
+    deployment: Deployment, engine: Any, expected: Any, tmp_path: Path
 ) -> None:
+    for name, server in deployment.replicas.items():  # the balancer alone may have kept a chunk from one of them
+        with load_engine("demo", tmp_path, backend=server.url, api_key=KEY, on_miss="inline") as direct:
+            for person, text in TEXTS.items():
+                ask(direct, SegmentedPrompt([text], f"Where does {person} live?"))
+        end_s = time.monotonic() + 60
+        while len(deployment.keys(name)) < len(TEXTS) and time.monotonic() < end_s:
+            time.sleep(0.1)  # what came from the cache is written in the background
     deployment.cache.kill()
     for prompt in prompts(6, 3):
-        assert_same(ask(engine, prompt), ask(expected, prompt))  # by now each replica has every chunk
+        assert_same(ask(engine, prompt), ask(expected, prompt))
     new = "Emma Cooper lives in Kinport. Emma Cooper works for Synon."
     engine.precompute(new)
     answers = [ask(engine, SegmentedPrompt([new], "Where does Emma Cooper live?")) for _ in range(4)]
