@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ragblend.bench.quality.data import SUMMARISE, demo_cases, find_data, prompt
 from ragblend.bench.quality.lookup import KINDS, NUM_LINKS, NUM_NEEDLES, lookup_cases
 from ragblend.bench.quality.measures import answer_f1, best, exact, loss, rouge_l
 from ragblend.bench.quality.study import Configuration as Asked
-from ragblend.bench.quality.study import QualityResult, Record, run_quality, summarise, table_lines
+from ragblend.bench.quality.study import QualityResult, Record, label_of, run_quality, summarise, table_lines
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
@@ -28,7 +29,7 @@ from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 QUESTIONS = Path(__file__).parents[2] / "data" / "questions"
 RUN_KEYS = {
-    "mode", "rule", "ratio", "budget", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
+    "mode", "rule", "ratio", "budget", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
     "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "exact_match", "rouge_l",
     "charged_budget", "charged_budget_32", "ttft_s", "recovered_gold_loss", "recovered_token_f1",
 }  # fmt: skip
@@ -223,6 +224,12 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
     assert runs["first_k"]["gold_loss_over_base"][0] == pytest.approx(0.15)
     assert json.loads(json.dumps(summarise(records, [""] * 4), allow_nan=False))
     assert summarise({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
+    backwards = {
+        full: records[reuse],
+        reuse: records[full],
+        blend: records[blend],
+    }  # reuse does better than full prefill
+    assert {run["recovered_gold_loss"] for run in summarise(backwards, [""] * 4)} == {None}
 
 
 # -- a whole run
@@ -260,7 +267,7 @@ def test_a_budget_is_what_is_charged(result: QualityResult) -> None:
 def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: QualityResult) -> None:
     facts = result.as_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert (facts["schema_version"], facts["command"], facts["model"]) == (3, "bench quality", "demo")
+    assert (facts["schema_version"], facts["command"], facts["model"]) == (4, "bench quality", "demo")
     assert (facts["config"]["data"], facts["config"]["part"]) == ("demo", "reported")
     assert all(set(run) >= RUN_KEYS for run in facts["runs"])
     kinds = list(dict.fromkeys(run["kind"] for run in facts["runs"]))
@@ -333,15 +340,32 @@ def test_a_value_out_of_range_is_refused_before_a_model_is_loaded(change: dict[s
         QualityConfig(**change)
 
 
-def test_chunks_can_be_stored_in_a_context_that_changes_what_is_reused() -> None:
-    reused = {}
-    for context in ("none", "fixed", "similar"):
-        config = QualityConfig(
-            data="demo", num_questions=2, modes=("reuse",), ratios=(), embedder="hashing", context=context
-        )
-        runs = {run["mode"]: run for run in run_quality(config).runs if run["kind"] == "all"}
-        assert runs["full"]["first_token_kl"] == 0.0
-        reused[context] = runs["reuse"]["first_token_kl"]
-    assert len(set(reused.values())) == 3
+def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks() -> None:
+    config = QualityConfig(
+        data="demo",
+        num_questions=2,
+        modes=("reuse", "blend"),
+        rules=("cacheblend",),
+        ratios=(0.15,),
+        embedder="hashing",
+        contexts=("none", "fixed", "similar"),
+    )
+    result = run_quality(config)
+    runs = {label_of(run): run for run in result.runs if run["kind"] == "all"}
+    assert list(runs) == [
+        "full",
+        *(f"{what}{behind}" for behind in ("", ", fixed", ", similar") for what in ("reuse", "cacheblend 15.0%")),
+    ]
+    assert runs["full"]["first_token_kl"] == 0.0
+    assert len({run["first_token_kl"] for label, run in runs.items() if label.startswith("reuse")}) == 3
+    assert runs["cacheblend 15.0%"]["first_token_kl_over_base"] == [0.0, 0.0, 0.0]  # the paper's, chunks and all
+    less = runs["reuse, fixed"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
+    assert runs["reuse, fixed"]["answer_kl_over_base"][0] == pytest.approx(less)
+    alone = run_quality(replace(config, contexts=("fixed",)))
+    again = {label_of(run): run for run in alone.runs if run["kind"] == "all"}
+    assert list(again) == ["full", "reuse, fixed", "cacheblend 15.0%, fixed"]
+    assert again["reuse, fixed"]["first_token_kl"] == runs["reuse, fixed"]["first_token_kl"]
     with pytest.raises(UsageError, match="choose none, fixed or similar"):
-        QualityConfig(context="neighbour")
+        QualityConfig(contexts=("neighbour",))
+    with pytest.raises(UsageError, match="no context"):
+        QualityConfig(contexts=())

@@ -260,7 +260,7 @@ class IngestConfig(BenchConfig):
 class QualityConfig(BenchConfig):
     """`bench quality`. What `data` may be: see `quality.data`."""
 
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
@@ -282,7 +282,10 @@ class QualityConfig(BenchConfig):
         tuple[float, ...],
         Option("--budgets", "--budget", help="Charged budgets in a model of 32 layers, comma-separated shares."),
     ] = ()
-    context: Annotated[str, Option("--context", help="That chunks are stored in: none, fixed or similar.")] = "none"
+    contexts: Annotated[
+        tuple[ContextPolicy, ...],
+        Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, fixed, similar."),
+    ] = ("none",)
     embedder: Annotated[
         str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
     ] = None
@@ -295,8 +298,11 @@ class QualityConfig(BenchConfig):
 
         if self.ratios is None:
             object.__setattr__(self, "ratios", () if self.budgets else (0.05, DEFAULT_RATIO))
-        if self.context not in ("none", "fixed", "similar"):
-            raise UsageError(f"context is {self.context!r}; choose none, fixed or similar")
+        if not self.contexts:
+            raise UsageError("no context given; choose from none, fixed, similar")
+        for context in self.contexts:
+            if context not in ("none", "fixed", "similar"):
+                raise UsageError(f"context is {context!r}; choose none, fixed or similar")
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios or ():

@@ -169,12 +169,14 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
     with drawn(path, 18, 4.6) as figure:
         for axes, (place, name, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
             colours = itertools.cycle(RULE_COLOURS)
-            for mode, rule in dict.fromkeys((run["mode"], run["rule"]) for run in runs):
-                points = [run for run in runs if (run["mode"], run["rule"]) == (mode, rule) and run[name] is not None]
+            for line in dict.fromkeys(_line_of(run) for run in runs):
+                mode, rule, context = line
+                points = [run for run in runs if _line_of(run) == line and run[name] is not None]
                 points.sort(key=lambda run: float(run[place]))
                 if mode in ("reuse", "blend") or place == "ttft_s":  # full prefill is no distance from itself
                     colour = next(colours) if mode == "blend" else COLOURS[mode]
-                    with_bars(axes, points, place, name, colour, rule if mode == "blend" else mode)
+                    behind = f", {context}" if context != "none" else ""
+                    with_bars(axes, points, place, name, colour, f"{rule if mode == 'blend' else mode}{behind}")
             axes.set_title(title, fontsize="medium")
             axes.margins(x=0.08)
             axes.set_xlabel("time to first token, seconds" if place == "ttft_s" else "charged budget at 32 layers")
@@ -186,6 +188,10 @@ def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
             f"{facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks",
             fontsize="medium",
         )
+
+
+def _line_of(run: Mapping[str, Any]) -> tuple[str, str, str]:
+    return run["mode"], run["rule"], run["context"]
 
 
 def with_bars(

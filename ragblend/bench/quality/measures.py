@@ -23,18 +23,21 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Mode
+from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import TokenizedPrompt
 
 
 class Configuration(NamedTuple):
     """How to answer. `rule` is "none" except for blend.
 
-    With a `budget`, each prompt gets the ratio whose `charged_budget_32` is nearest to it, and `ratio` is 0."""
+    With a `budget`, each prompt gets the ratio whose `charged_budget_32` is nearest to it, and `ratio` is 0. `context`:
+    what its chunks are stored in."""
 
     mode: Mode
     rule: str
     ratio: float
     budget: float | None = None
+    context: ContextPolicy = "none"
 
 
 FULL = Configuration("full", "none", 1.0)

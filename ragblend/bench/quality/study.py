@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.common.hardware import hardware_card
@@ -51,10 +52,12 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.options import ContextPolicy
+from ragblend.prompt.prompt import Part, SegmentedPrompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
-"""What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio."""
+"""What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
+chunks that are stored as the paper stores them, or in the first context that is run."""
 
 MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
 _STORE_BYTES = 1 << 33  # one prompt's chunks
@@ -78,8 +81,8 @@ class Record(NamedTuple):
 MEASURES = ("first_token_kl", "answer_kl", "gold_loss", "token_f1")
 """With intervals, and compared question by question."""
 
-RECOVERED = ("gold_loss", "token_f1")
-"""Where full reuse may lose what blending wins back."""
+RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
+"""Where full reuse may lose what blending wins back, and the sign of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,11 @@ class QualityResult(BenchResult):
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
     """What each question is asked in: full prefill always, as all else is compared with it."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
-    chosen = [FULL, *(each for each in (PREFIX, REUSE) if each.mode in config.modes)]
+    chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
         chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios or ()]
         chosen += [Configuration("blend", name, 0.0, budget) for name in names for budget in config.budgets]
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys([FULL, *(each._replace(context=name) for name in config.contexts for each in chosen)]))
 
 
 def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = None) -> QualityResult:
@@ -114,15 +117,15 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config, base)
-        near = Nearest(cases, base, embedder, config) if config.context == "similar" else None
+        near = Nearest(cases, base, embedder, config) if "similar" in config.contexts else None
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[Record]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases, start=1):
             tell(f"question {number} of {len(cases)}")
             prompt = prompt_of(case, base, embedder, config)
-            chunks = stored_chunks(prompt, config.context, near)
-            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, chunks)
+            stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
+            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
             for each, record in found.items():
                 records[each].append(record)
@@ -146,27 +149,13 @@ def measure(
     case: Case,
     chosen: Sequence[Configuration],
     answer_tokens: int,
-    chunks: Sequence[Part] | None = None,
+    stored: Mapping[ContextPolicy, Sequence[Part]],
 ) -> tuple[dict[Configuration, Record], int]:
     """One prompt in every configuration beside its full prefill, and its tokens.
 
-    chunks: the versions of its chunks that are stored, all of one ingestion context or alone; None: its chunks.
+    stored: by context, the versions of its chunks that are in the store.
     """
-    chunks = prompt.chunks if chunks is None else chunks
-    contexts = {chunk.context for chunk in chunks if isinstance(chunk, Chunk)} - {None, "none"}
-    engine = TransformersEngine(
-        base.layers,
-        base.segmenter,
-        MemoryStore(_STORE_BYTES),
-        name=base.name,
-        fingerprint=base.fingerprint,
-        system=case.system,
-        on_miss="inline",
-        check=False,
-        context=next(iter(contexts), "none"),
-    )
-    for chunk in chunks:
-        engine.precompute(chunk)
+    engine = _engine(base, case, "none")
     # Rule `random` draws anew for every prompt.
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
@@ -176,18 +165,13 @@ def measure(
     def gold_loss(found: Answer, gold_ids: Sequence[int]) -> float:
         return loss(read(engine, request.prompt, found.fused, gold_ids), gold_ids)
 
-    # A gold answer may begin with a blank, or not: as full prefill expects it.
-    spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
-    gold_ids = min(spellings, key=lambda gold_ids: gold_loss(full, gold_ids))
-    records = {}
-    for each in chosen:
-        found, seen = (full, expected) if each == FULL else answer_and_reading(engine, request, each, full)
+    def record(found: Answer, seen: Tensor) -> Record:
         far = distance(seen, expected)
         f1, match, overlap = (
             math.nan if (score := best(measure, found.text, case.answers)) is None else score
             for measure in (answer_f1, exact, rouge_l)
         )
-        records[each] = Record(
+        return Record(
             kl(full.log_probs, found.log_probs),
             far.kl,
             far.agreement,
@@ -199,7 +183,34 @@ def measure(
             found.report.charged_budget_32,
             found.ttft_s,
         )
+
+    # A gold answer may begin with a blank, or not: as full prefill expects it.
+    spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
+    gold_ids = min(spellings, key=lambda gold_ids: gold_loss(full, gold_ids))
+    records = {FULL: record(full, expected)}
+    for context, chunks in stored.items():
+        engine = _engine(base, case, context)
+        for chunk in chunks:
+            engine.precompute(chunk)
+        for each in chosen:
+            if each != FULL and each.context == context:
+                records[each] = record(*answer_and_reading(engine, request, each, full))
     return records, request.prompt.num_tokens
+
+
+def _engine(base: TransformersEngine, case: Case, context: ContextPolicy) -> TransformersEngine:
+    """`base` for one case, over an empty store in memory."""
+    return TransformersEngine(
+        base.layers,
+        base.segmenter,
+        MemoryStore(_STORE_BYTES),
+        name=base.name,
+        fingerprint=base.fingerprint,
+        system=case.system,
+        on_miss="inline",
+        check=False,
+        context=context,
+    )
 
 
 # -- means
@@ -218,7 +229,7 @@ def summarise(records: dict[Configuration, list[Record]], kinds: Sequence[str]) 
 
 
 def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
-    table = tables[configuration]
+    table, base, reuse = tables[configuration], _in_first_context(tables, BASE), _in_first_context(tables, REUSE)
     run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
     for column, name in enumerate(Record._fields):
         values = table[:, column]
@@ -228,31 +239,37 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
         column = Record._fields.index(name)
         if run[name] is not None:
             run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_known(table[:, column]))
-            if BASE in tables:
-                less = _known(table[:, column] - tables[BASE][:, column])
+            if base is not None:
+                less = _known(table[:, column] - base[:, column])
                 run[f"{name}_over_base"] = [float(less.mean()), *mean_interval(less)]
-    for name in RECOVERED:
+    for name, sign in RECOVERED.items():
         column = Record._fields.index(name)
-        run[f"recovered_{name}"] = (
-            recovered(tables[FULL][:, column], tables[REUSE][:, column], table[:, column])
-            if {FULL, REUSE} <= tables.keys()
-            else None
-        )
+        if FULL in tables and reuse is not None:
+            full, found = sign * tables[FULL][:, column], sign * table[:, column]
+            run[f"recovered_{name}"] = recovered(full, sign * reuse[:, column], found)
+        else:
+            run[f"recovered_{name}"] = None
     return run
 
 
+def _in_first_context(
+    tables: Mapping[Configuration, NDArray[np.float64]], configuration: Configuration
+) -> NDArray[np.float64] | None:
+    """Of `configuration` in the first context that was run; None where it was not."""
+    return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
+
+
 def recovered(full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]) -> float | None:
-    """The share of the gap between full reuse and full prefill that is closed (PGR); None where there certainly is no
-    gap to close, because the 95 % interval of the paired difference holds 0.
+    """The share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full prefill
+    is not certainly better, because the 95 % interval of the paired difference is not above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
-    >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full)
-    (0.75, None)
+    >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full), recovered(reuse, full, full)
+    (0.75, None, None)
     """
     if not len(gap := _known(reuse - full)):
         return None
-    low, high = mean_interval(gap)
-    return None if low <= 0 <= high else float(_known(reuse - found).mean() / gap.mean())
+    return float(_known(reuse - found).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
 
 
 def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -274,7 +291,7 @@ def table_lines(result: QualityResult) -> list[str]:
     for kind in dict.fromkeys(run["kind"] for run in runs):
         lines += [
             "",
-            f"{kind:<24}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
+            f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
             f"{'exact':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
         ]
         for run in (run for run in runs if run["kind"] == kind):
@@ -282,17 +299,19 @@ def table_lines(result: QualityResult) -> list[str]:
             words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "exact_match", "rouge_l"))
             share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
             lines.append(
-                f"{label_of(run):<24}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
+                f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
                 f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
             )
     return lines
 
 
 def label_of(run: dict[str, Any]) -> str:
-    """A configuration in a word or two."""
+    """A configuration in a few words."""
+    behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
-        return str(run["mode"])
-    return f"{run['rule']} {run['ratio']:.1%}" if run["budget"] is None else f"{run['rule']} for {run['budget']:.1%}"
+        return f"{run['mode']}{behind}"
+    share = f"{run['ratio']:.1%}" if run["budget"] is None else f"for {run['budget']:.1%}"
+    return f"{run['rule']} {share}{behind}"
 
 
 def _number(value: float | None) -> str:
