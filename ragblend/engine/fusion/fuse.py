@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -335,12 +336,18 @@ def _carry(
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
     fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)
     certainty = len(moved.rows) / (len(moved.rows) + CARRY_DOUBT)
-    drift = (
-        certainty * (new.float() - old.float()).median(1, keepdim=True).values
-        for new, old in zip(fresh, stored, strict=True)
-    )
+    drift = (certainty * _median(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
     source.move(layer, moved.shares, LayerKV(*drift))
     return len(moved.rows)
+
+
+def _median(states: Tensor) -> Tensor:
+    """The median [H, 1, D] of [H, R, D] over R, of an even number the lower one."""
+    if states.device.type != "cpu":
+        return states.median(1, keepdim=True).values
+    columns = states.transpose(1, 2).contiguous().numpy()  # whose partial sort takes a fifth of the time of torch's
+    place = (columns.shape[2] - 1) // 2
+    return torch.from_numpy(np.partition(columns, place, axis=2)[:, None, :, place])
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ class _Readable(_Destination, Protocol):
     def values(self, layer: int) -> Tensor: ...
 
 
+class _MovableKeys(Protocol):
+    def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
+    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor, shares: Tensor) -> None: ...
+
+
 class _Placed(Protocol):
     @property
     def kv(self) -> ChunkKV: ...
@@ -126,7 +131,8 @@ class LayerLoader:
     is given, `wait(0)` calls it for the chunks that would have to be read, and the reader starts at layer 1. It still
     reads layer 0, last and for the store's sake, which verifies entries and moves them up whole; leaving waits for it.
 
-    `lift` undoes `place`; where it is given, and the destination can be read, there are `stored` and `move`.
+    `movable` undoes and adds to what `place` does; where it is given, and the destination can be read, there are
+    `stored` and `move`.
     """
 
     def __init__(
@@ -140,11 +146,11 @@ class LayerLoader:
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
-        lift: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+        movable: _MovableKeys | None = None,
     ) -> None:
         self._groups = [_Group(group, device) for group in ((placements,) if together else zip(placements)) if group]
         self._num_layers = num_layers
-        self._place, self._lift = place, lift
+        self._place, self._movable = place, movable
         self._destination = destination
         self._rows = torch.empty(0, dtype=torch.int64)  # where `move` has placed: all positions up to the last chunk
         self._device = device
@@ -218,20 +224,23 @@ class LayerLoader:
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
-        assert self._lift is not None
+        assert self._movable is not None
         there = cast("_Readable", self._destination)
-        return LayerKV(self._lift(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
+        return LayerKV(self._movable.lift_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
 
     def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
         """Add to each row of that layer its share, `shares` [T], of `by` [H, 1, D], keys before rotation."""
+        assert self._movable is not None
         there, count = cast("_Readable", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
-        keys, values = there.keys(layer)[:, :count], there.values(layer)[:, :count]
         # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
-        turned = self._place(layer, by.keys.expand(-1, count, -1), self._rows)
-        keys += (turned * shares[:, None]).to(keys.dtype)
-        values += (by.values * shares[:, None]).to(values.dtype)
+        self._movable.move_keys(layer, there.keys(layer)[:, :count], by.keys, self._rows, shares)
+        values = there.values(layer)[:, :count]
+        if values.dtype == by.values.dtype:
+            values.addcmul_(by.values, shares[:, None])  # no tensor in between
+        else:
+            values += (by.values * shares[:, None]).to(values.dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""

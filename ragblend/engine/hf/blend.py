@@ -270,7 +270,7 @@ class BlendingEngine(EngineBase):
             layers.device,
             together=True,
             first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
-            lift=layers.lift_keys,
+            movable=layers,
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         result.charge_once(loader.num_computed * layers.kv_share, plan)

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ragblend.engine.fusion.attention import Queries, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
-from ragblend.engine.fusion.rope import exact_context, rotate, unrotate
+from ragblend.engine.fusion.rope import add_rotated, exact_context, rotate, unrotate
 from ragblend.engine.hf.families import family_of, rope_parameters
 from ragblend.engine.store.kv import LayerKV
 
@@ -185,6 +185,11 @@ class TransformersLayers:
         """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
         turns = self._turns_of(rows)
         return unrotate(keys, turns.cos, turns.sin)
+
+    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor, shares: Tensor) -> None:
+        """Add to keys [H, R, D] at positions `rows` [R], in place, their `shares` [R] of `by` [H, 1, D], pre-RoPE."""
+        turns = self._turns_of(rows)
+        add_rotated(keys, by, turns.cos, turns.sin, shares)
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""

@@ -149,7 +149,7 @@ def blend(
         fused,
         layers.device,
         first_layer=first_layer,
-        lift=layers.lift_keys,
+        movable=layers,
     ) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.rope import FIXED_FREQUENCY, exact_context, rotate, tables, unrotate
+from ragblend.engine.fusion.rope import FIXED_FREQUENCY, add_rotated, exact_context, rotate, tables, unrotate
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
@@ -138,3 +138,15 @@ def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float,
     keys, rows = torch.randn(2, 9, 8), torch.arange(5, 14)
     cos, sin = tables(torch.rand(rotary // 2), rows, scaling)
     torch.testing.assert_close(unrotate(rotate(keys, cos, sin), cos, sin), keys, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary", [4, 8])
+def test_to_add_before_or_after_rotating_is_the_same(rotary: int, dtype: torch.dtype) -> None:
+    keys, by, shares = torch.randn(2, 9, 8), torch.randn(2, 1, 8), torch.rand(9)
+    cos, sin = tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
+    expected = rotate(keys + by * shares[:, None], cos, sin)
+    found = rotate(keys, cos, sin).to(dtype)
+    add_rotated(found, by, cos, sin, shares)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
