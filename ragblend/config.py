@@ -71,7 +71,8 @@ class Settings(TierOptions):
     context: ContextPolicy | None = option(
         None,
         "What chunks are computed behind: none, similar (also behind the two most similar chunks), neighbour (also "
-        "behind the chunk before) or fixed (behind one neutral text); else what the store remembers.",
+        "behind the chunk before) or fixed (behind one neutral text); else what the store remembers, or similar for a "
+        "model of 12 layers or more, none for others.",
         CONTEXT,
     )
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")

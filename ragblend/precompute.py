@@ -104,8 +104,9 @@ def ingest(
     again, and `say` is told.
 
     context: what chunks are computed behind besides the prefix, see `lookup`; the store remembers it. None is what it
-    remembers, "none" in a new one. "neighbour" and "similar" keep a second version of each chunk: twice the store.
-    `precompute_index` changes it; here it has to be what the store has, or UsageError.
+    remembers, in a new one the default for the model: "similar" from 12 layers on, else "none". "neighbour" and
+    "similar" keep a second version of each chunk: twice the store. `precompute_index` changes it; here it has to be
+    what the store has, or UsageError.
 
     Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
     `report.failures`, others that are no documents in `report.skipped`. Raises EmptyCorpusError when there is nothing
@@ -255,6 +256,8 @@ def precompute_index(
     """
     if context is not None:
         engine.keep_context(context)
+    else:
+        settle_context(engine, None)
     chunks = list(index.chunks())
     wanted = versions(chunks, engine.context)
     report = precompute_chunks(wanted, engine, progress, say=say, rewrite=rewrite, index=index)

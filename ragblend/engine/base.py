@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.fusion.lookup import ALONE, Behind, key_name, remember_context, remembered_context
+from ragblend.engine.fusion.lookup import ALONE, Behind, default_context, key_name, remember_context, remembered_context
 from ragblend.engine.generation import Backfill
 from ragblend.engine.notices import Notices
 from ragblend.engine.shadow import Shadow
@@ -31,7 +31,8 @@ class EngineBase(ABC):
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for the next time; "inline" does not.
     `context`: what this store's chunks are computed behind besides the prefix (see `lookup`); None: what its disk tier
-    remembers. `flags`: how a command of ours names the model and the store, for messages that say what to type.
+    remembers, or the default for a model of `num_layers`. `flags`: how a command of ours names the model and the store,
+    for messages that say what to type.
     """
 
     closed = False
@@ -49,6 +50,7 @@ class EngineBase(ABC):
         shadow: float = 0.0,
         shadow_seed: int | None = None,
         context: ContextPolicy | None = None,
+        num_layers: int = 0,
         flags: str = "",
     ) -> None:
         if on_miss not in ("store", "inline"):
@@ -65,7 +67,9 @@ class EngineBase(ABC):
         self.default_prefix_ids = segmenter.default_prefix_ids(system)
         if context is not None:
             CONTEXT.of("context", context)
-        self.context: ContextPolicy = context or remembered_context(store) or "none"
+        known = context or remembered_context(store)
+        self.context: ContextPolicy = known or default_context(num_layers)
+        self._knows_context = known is not None
         self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
@@ -99,14 +103,15 @@ class EngineBase(ABC):
     def keep_context(self, policy: ContextPolicy) -> None:
         """Compute and look for chunks in this ingestion context from now on, and have the store remember it."""
         remember_context(self.store, CONTEXT.of("context", policy))
-        self.context = policy
+        self.context, self._knows_context = policy, True
 
     def keys_ahead(self, chunks: Sequence[Part]) -> list[str]:
-        """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context."""
+        """The keys that a prompt of these chunks is likely to use: the first one alone, all in the store's context, and
+        alone where that is a guess."""
         named = [as_chunk(chunk) for chunk in chunks]
+        first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
         if self.context == "similar":
             named = [replace(chunk, context="similar") for chunk in named]
-        first = [replace(chunk, context="none") for chunk in named[:1]]
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     @property

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from commands import run_command
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.rules import DEEP
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.kv import KVHeader
@@ -63,6 +65,17 @@ def opened(tmp_path: Path) -> Iterator[Make]:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def deep_model(
+    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
+) -> str:
+    """A random model, of the fewest layers that count as deep."""
+    path = tmp_path_factory.mktemp("deep")
+    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
 def bring_in(docs: Path, engine: TransformersEngine, **options: Any) -> Any:
     return ingest(docs, engine, docs.parent / "index", **{"chunk_size": 32, "embedder": "hashing", **options})
 
@@ -95,6 +108,36 @@ def test_similar_versions_are_stored_once_remembered_and_used(docs, opened):
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
         (True, "none"), (False, "similar"), (False, "similar"),
     ]  # fmt: skip
+
+
+def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_shallow_one(
+    docs, opened, deep_model, tmp_path
+):
+    prompt = SegmentedPrompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
+
+    def contexts_of(engine: TransformersEngine) -> list[str]:
+        chunks = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
+        assert all(chunk.hit for chunk in chunks)
+        return [chunk.context for chunk in chunks]
+
+    url = f"file://{tmp_path}/shared"
+    with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
+        assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
+        assert remembered_context(engine.store) == "similar"
+        assert contexts_of(engine) == ["none", "similar", "similar"]
+    with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
+        assert contexts_of(engine) == ["none", "similar", "similar"]  # nobody told it
+    with load_engine(deep_model, tmp_path / "told", context="none", on_miss="inline") as engine:
+        assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
+    with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
+        assert contexts_of(engine) == ["none"] * 3
+        assert {engine.key(text) for text in prompt.chunks} < set(engine.keys_ahead(prompt.chunks))
+        with open_engine_index(docs.parent / "index", engine, create=False) as index:
+            assert precompute_index(engine, index).num_new_kv == 4
+        assert remembered_context(engine.store) == "similar"
+    (docs.parent / "index").rename(tmp_path / "of the deep one")
+    engine = opened()
+    assert (bring_in(docs, engine).num_new_kv, remembered_context(engine.store)) == (4, None)
 
 
 def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):

@@ -9,6 +9,9 @@ chunks are computed behind is its policy, which its disk tier remembers:
 - "similar": also behind the most similar chunks of the index, which are likely to be retrieved with it.
 
 Only what stands in the prompt precisely behind what it was computed behind is exact.
+
+Unless told otherwise it is "similar" in a deep model, where that is closest to full prefill on real questions
+(`ragblend bench quality --contexts`, docs/fidelity.md), and "none" in a shallow one, for which nothing was measured.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from ragblend.engine.fusion.rules import DEEP
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import SIMILAR
@@ -58,6 +62,15 @@ class Behind(NamedTuple):
 
 
 ALONE = Behind()
+
+
+def default_context(num_layers: int) -> ContextPolicy:
+    """What chunks are computed behind where nobody said, and the store remembers nothing.
+
+    >>> default_context(32), default_context(5)
+    ('similar', 'none')
+    """
+    return "similar" if num_layers >= DEEP else "none"
 
 
 class Context(NamedTuple):

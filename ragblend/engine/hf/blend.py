@@ -83,7 +83,7 @@ class BlendingEngine(EngineBase):
         machine: MachineProfile | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(segmenter, store, **options)
+        super().__init__(segmenter, store, num_layers=layers.num_layers, **options)
         self.layers = layers
         self.shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
         if isinstance(store, ChecksShapes):

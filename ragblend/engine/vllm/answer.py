@@ -78,6 +78,7 @@ class Facts:
     context_length: int
     bytes_per_token: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    num_layers: int = 0  # 0 where a server does not tell
 
 
 class VllmStream:
@@ -173,7 +174,9 @@ class VllmBase(EngineBase):
 
     def __init__(self, segmenter: Segmenter, store: KVStore, facts: Facts, **options: Any) -> None:
         self.facts = facts
-        super().__init__(segmenter, store, name=facts.name, fingerprint=facts.fingerprint, **options)
+        super().__init__(
+            segmenter, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
+        )
 
     @abstractmethod
     def deltas(self, request: VllmRequest) -> Generator[Delta]:

@@ -1,6 +1,7 @@
 """What `ragblend serve` adds to vLLM's HTTP server: which chunks are stored, and the report at the end of a stream.
 
-    GET  /v1/ragblend          {"model", "fingerprint", "dtype", "bytes_per_token", "context_length", "store"}
+    GET  /v1/ragblend          {"model", "fingerprint", "dtype", "num_layers", "bytes_per_token", "context_length",
+                               "store", "context"}
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
@@ -130,6 +131,7 @@ class ServedChunks:
             "model": checkpoint.name,
             "fingerprint": self._fingerprint,
             "dtype": checkpoint.dtype,
+            "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
             "store": self._directory,

@@ -62,6 +62,7 @@ class ServerFacts(NamedTuple):
     context_length: int
     fingerprint: str = ""
     bytes_per_token: int = 0
+    num_layers: int = 0
     context: ContextPolicy | None = None  # what its store's chunks are computed behind
 
 
@@ -244,6 +245,7 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
     return facts._replace(
         fingerprint=str(own.get("fingerprint", "")),
         bytes_per_token=int(own.get("bytes_per_token") or 0),
+        num_layers=int(own.get("num_layers") or 0),
         context=context if CONTEXT.accepts(context) else None,
     )
 
@@ -337,6 +339,7 @@ class VllmClient(VllmBase):
             facts.context_length,
             facts.bytes_per_token,
             segmenter.stop_ids() | frozenset(stop_ids),
+            facts.num_layers,
         )
         if not self.blends:
             log.warning(

@@ -68,7 +68,7 @@ class VllmEngine(VllmBase):
         fingerprint = model_fingerprint(engine.model_config)
         narrower = 1 if kv_dtype_of(shared) == "auto" else DTYPES[checkpoint.dtype].itemsize
         stored = checkpoint.bytes_per_token // narrower
-        facts = Facts(checkpoint.name, fingerprint, length, stored, ends)
+        facts = Facts(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
         super().__init__(segmenter, shared, facts, **options)
         self._loop = _Loop(engine)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragblend.engine.fusion.lookup import Context, contexts, key_name, neighbours
+from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name, neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
@@ -77,7 +77,7 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = Loading(machine, self.disk)
         self._read_ahead = ReadAhead(self.disk, config.memory_bytes)
-        self._remembered = self.disk.context()
+        self._remembered, self._default = self.disk.context(), default_context(len(shape.layers))
         if self._context() == "fixed" and not config.context_ids:
             log.warning(
                 "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
@@ -248,11 +248,12 @@ class BlendScheduler:
             self._remembered = self.disk.context()
         except RagblendError as error:  # it was sound when the server started
             log.warning("%s", error)
-        return self._remembered or "none"
+        return self._remembered or self._default
 
     def _remember(self, policy: ContextPolicy) -> None:
         """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
-        if policy == "none" or self.config.context is not None or self._context() != "none":
+        self._context()  # reads it again
+        if policy == "none" or self.config.context is not None or self._remembered not in (None, "none"):
             return
         try:
             self.disk.put_context(policy)
