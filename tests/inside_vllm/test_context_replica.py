@@ -1,14 +1,18 @@
-"""A vLLM whose disk remembers nothing finds versions of chunks in a shared remote tier, because it is told of them."""
+"""A vLLM whose disk remembers nothing finds versions of chunks in a shared remote tier: those it is told of, and those
+that are the default for its model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness import FAMILIES, SIZES, make_model
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.rules import DEEP
 from ragblend.precompute import ingest
 
 pytestmark = pytest.mark.timeout(600)
@@ -16,22 +20,36 @@ SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size":
 TEXTS = ("the other chunk is in the answer", "question the other chunk", "what the answer is and the chunk")
 
 
-@pytest.mark.parametrize("policy", ["similar", "fixed"])
-def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(
-    policy: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def deep_model(make_tokenizer: Callable[..., Any], tmp_path: Path) -> str:
+    """A random model, of the fewest layers that count as deep."""
+    config_class, model_class, changes = FAMILIES["llama"]
+    model = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP})
+    model.save_pretrained(tmp_path / "deep")
+    make_tokenizer().save_pretrained(tmp_path / "deep")
+    return str(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("told", ["similar", "fixed", None])
+def test_a_replica_with_an_empty_disk_finds_versions(
+    told: str | None,
+    checkpoint: Callable[[str], Path],
+    deep_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    model, url = str(checkpoint("llama")), f"file://{tmp_path}/shared"
+    model, url = deep_model if told is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
     (tmp_path / "docs").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text)
-    options = {"dtype": "float32", "remote": url, "context": policy, "on_miss": "inline"}
+    options = {"dtype": "float32", "remote": url, "context": told, "on_miss": "inline"}
     with load_engine(model, tmp_path / "first", **options) as ours:
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()
     with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
         report = replica.generate(SegmentedPrompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
-        first = "none" if policy == "similar" else policy
-        assert [chunk.context for chunk in report.chunks] == [first, policy, policy]
-        assert remembered_context(replica.store) is None
+        policy = told or "similar"
+        assert [chunk.context for chunk in report.chunks] == ["none" if policy == "similar" else policy, policy, policy]
+        assert (replica.context, remembered_context(replica.store)) == (policy, None)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import FAMILIES, SIZES, make_model
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import remembered_context
-from ragblend.engine.fusion.rules import DEEP
-from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
 from ragblend.precompute import ingest, open_engine_index, precompute_index
@@ -95,22 +93,6 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                 assert [chunk.context for chunk in answers[0].report.chunks] == [
                     chunk.context for chunk in answers[1].report.chunks
                 ]
-
-
-def test_unless_told_otherwise_it_is_similar_for_a_deep_model(make_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    config_class, model_class, changes = FAMILIES["llama"]
-    deep = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP})
-    deep.save_pretrained(tmp_path / "deep")
-    make_tokenizer().save_pretrained(tmp_path / "deep")
-    options = {"vllm_options": SMALL, "dtype": "float32", "on_miss": "inline"}
-    with load_engine(str(tmp_path / "deep"), tmp_path / "kv", backend="vllm", **options) as engine:
-        fill(engine, tmp_path)
-        assert remembered_context(engine.store) == "similar"
-        (tmp_path / "kv" / CONTEXT_FILE).unlink()  # as on a replica that shares no disk
-        chunks = engine.generate(SegmentedPrompt(TEXTS[:3], "what is the theory?"), max_tokens=2).report.chunks
-        assert [chunk.context for chunk in chunks] == ["none", "similar", "similar"]
 
 
 def test_a_neighbour_version_is_exact_behind_the_chunk_that_starts_the_prompt(vllm):
