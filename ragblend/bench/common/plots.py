@@ -189,8 +189,9 @@ def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] =
 
     Over a ratio, what has none is a level; over what prompts are made of, each ratio has a line."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
-    with drawn(path, 4.5 * len(panels), 4.6) as figure:
-        for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
+    with drawn(path, 4.5 * len(known), 4.6) as figure:
+        for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):
             plot_panel(axes, panel, runs)
         config = facts["config"]
         figure.suptitle(
@@ -222,6 +223,10 @@ def plot_panel(axes: Any, panel: Panel, runs: Sequence[Mapping[str, Any]]) -> No
             axes.axhline(points[0][name], color=colour, ls="--", lw=1.2, label=label)
         else:
             with_bars(axes, points, place, name, colour, label)
+    if name == "ttft_s":
+        axes.set_ylim(bottom=0)
+    if by_ratio:
+        axes.set_xticks(sorted({run[place] for run in runs}))
     axes.set_title(title, fontsize="medium")
     axes.margins(x=0.08)
     axes.set_xlabel(_PLACES[place])
