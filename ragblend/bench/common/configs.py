@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from typer import Option
 
@@ -22,6 +22,9 @@ DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
 BACKENDS = ("transformers", "vllm")
 TIERS = ("memory", "disk")
 PREFIX_TOKENS = 16  # a short system text; synthetic chunks are precomputed behind it
+
+Baseline = Literal["map_reduce", "map_rerank", "reorder"]
+"""A way to ask that fuses no KV; see `quality.baselines`."""
 
 Chunks = Annotated[int, Option("--chunks", min=1, help="Per prompt.")]
 ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
@@ -286,6 +289,10 @@ class QualityConfig(BenchConfig):
         tuple[ContextPolicy, ...],
         Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, fixed, similar."),
     ] = ("none",)
+    baselines: Annotated[
+        tuple[Baseline, ...],
+        Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
+    ] = ()
     embedder: Annotated[
         str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
     ] = None
@@ -303,6 +310,9 @@ class QualityConfig(BenchConfig):
         for context in self.contexts:
             if context not in ("none", "fixed", "similar"):
                 raise UsageError(f"context is {context!r}; choose none, fixed or similar")
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios or ():
@@ -318,3 +328,5 @@ class QualityConfig(BenchConfig):
 
 PARTS = ("selection", "reported", "all")
 """Questions to choose rules by, questions to report, and both."""
+
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)

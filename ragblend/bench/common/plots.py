@@ -9,9 +9,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-COLOURS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
+COLOURS = {
+    "full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4",
+    "map_reduce": "#e7ba52", "map_rerank": "#ad494a", "reorder": "#637939",
+}  # fmt: skip
 
 
 def require_matplotlib() -> None:
@@ -156,50 +159,104 @@ RULE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b"
 MIN_KL = 1e-6  # nats: what is below is rounding, and a logarithmic axis has no zero
 
 
-def plot_quality(facts: Mapping[str, Any], path: Path) -> None:
-    """Write four panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals: KL of the first
-    token and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token."""
+class Panel(NamedTuple):
+    """One picture of a run's `name` over its `place`."""
+
+    place: str
+    name: str
+    title: str
+
+
+QUALITY_PANELS = (
+    Panel("charged_budget_32", "first_token_kl", "KL(full || this) of the first token, nats"),
+    Panel("charged_budget_32", "answer_kl", "KL(full || this) over the answer, nats"),
+    Panel("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
+    Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
+)
+
+_PLACES = {
+    "charged_budget_32": "charged budget at 32 layers",
+    "ttft_s": "time to first token, seconds",
+    "ratio": "recompute ratio",
+    "num_chunks": "chunks per prompt",
+    "chunk_tokens": "tokens per chunk, at most",
+}
+
+
+def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
+    """Write panels of `bench quality`, all questions, a line per rule and baseline, bars for 95 % intervals: KL of the
+    first token and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token.
+
+    Over a ratio, what has none is a level; over what prompts are made of, each ratio has a line."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
-    panels = (
-        ("charged_budget_32", "first_token_kl", "KL(full || this) of the first token, nats"),
-        ("charged_budget_32", "answer_kl", "KL(full || this) over the answer, nats"),
-        ("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
-        ("ttft_s", "token_f1", "F1 of the greedy answer"),
-    )
-    with drawn(path, 18, 4.6) as figure:
-        for axes, (place, name, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-            colours = itertools.cycle(RULE_COLOURS)
-            for line in dict.fromkeys(_line_of(run) for run in runs):
-                mode, rule, context = line
-                points = [run for run in runs if _line_of(run) == line and run[name] is not None]
-                points.sort(key=lambda run: float(run[place]))
-                if mode in ("reuse", "blend") or place == "ttft_s":  # full prefill is no distance from itself
-                    colour = next(colours) if mode == "blend" else COLOURS[mode]
-                    behind = f", {context}" if context != "none" else ""
-                    with_bars(axes, points, place, name, colour, f"{rule if mode == 'blend' else mode}{behind}")
-            axes.set_title(title, fontsize="medium")
-            axes.margins(x=0.08)
-            axes.set_xlabel("time to first token, seconds" if place == "ttft_s" else "charged budget at 32 layers")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
+    known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
+    with drawn(path, 4.5 * len(known), 4.6) as figure:
+        for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):
+            plot_panel(axes, panel, runs)
         config = facts["config"]
         figure.suptitle(
             f"{facts['model']} {config['dtype']}, {config['data']}, {runs[0]['num_questions']} questions, "
-            f"{facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks",
+            f"{_listed(facts['prompt_tokens'])} tokens in {_listed(config['num_chunks'])} chunks, "
+            f"{place_of(facts['hardware'])}",
             fontsize="medium",
         )
 
 
-def _line_of(run: Mapping[str, Any]) -> tuple[str, str, str]:
-    return run["mode"], run["rule"], run["context"]
+def plot_panel(axes: Any, panel: Panel, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Draw `panel` of these runs on matplotlib's `axes`."""
+    place, name, title = panel
+    colours = itertools.cycle(RULE_COLOURS)
+    by_ratio = place in ("num_chunks", "chunk_tokens")
+    for line in dict.fromkeys(_line_of(run, by_ratio) for run in runs):
+        mode, rule, context, ratio = line
+        points = [run for run in runs if _line_of(run, by_ratio) == line and run[name] is not None]
+        points.sort(key=lambda run: float(run[place]))
+        colour = next(colours) if mode == "blend" else COLOURS[mode]
+        label = (rule if mode == "blend" else mode) + (f", {context}" if context != "none" else "")
+        label += f" {ratio:.0%}" if mode == "blend" and by_ratio else ""
+        # Full prefill is no distance from itself, and baselines send other prompts, whose budgets are beyond 1.
+        if not points or (place == "charged_budget_32" and mode not in ("reuse", "blend")):
+            continue
+        if name.endswith("_kl") and mode in ("full", "prefix"):
+            continue
+        if place == "ratio" and mode != "blend":
+            axes.axhline(points[0][name], color=colour, ls="--", lw=1.2, label=label)
+        else:
+            with_bars(axes, points, place, name, colour, label)
+    if name == "ttft_s":
+        axes.set_ylim(bottom=0)
+    if by_ratio:
+        axes.set_xticks(sorted({run[place] for run in runs}))
+    axes.set_title(title, fontsize="medium")
+    axes.margins(x=0.08)
+    axes.set_xlabel(_PLACES[place])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _listed(values: Any) -> str:
+    """A number, or those between which prompts were varied.
+
+    >>> _listed(6), _listed([2.0, 1534.2, 12.0])
+    ('6', '2 to 1534')
+    """
+    return f"{min(values):.0f} to {max(values):.0f}" if isinstance(values, list) else f"{values:.0f}"
+
+
+def _line_of(run: Mapping[str, Any], by_ratio: bool) -> tuple[str, str, str, float]:
+    return run["mode"], run["rule"], run["context"], run["ratio"] if by_ratio else 0.0
 
 
 def with_bars(
     axes: Any, points: Sequence[Mapping[str, Any]], place: str, name: str, colour: str, label: str, **bounds: str
 ) -> None:
-    """`name` over `place`, with bars from its lower to its upper bound; `low` and `high` name them otherwise."""
+    """`name` over `place`, with bars from its lower to its upper bound, if it has any; `low` and `high` name them
+    otherwise."""
     places, values = [point[place] for point in points], [point[name] for point in points]
-    low, high = bounds.get("low", f"{name}_low"), bounds.get("high", f"{name}_high")
+    low, high = (
+        bound if bound in points[0] else name
+        for bound in (bounds.get("low", f"{name}_low"), bounds.get("high", f"{name}_high"))
+    )
     below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
     above = [max(0.0, point[high] - point[name]) for point in points]
     axes.errorbar(places, values, [below, above], label=label, color=colour, marker="o", ms=3, lw=1.2, capsize=2)
@@ -244,5 +301,12 @@ def _label(run: Mapping[str, Any]) -> str:
 
 def _title(facts: Mapping[str, Any]) -> str:
     config, hardware = facts["config"], facts["hardware"]
-    place = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
-    return f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, {place}"
+    return (
+        f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
+        f"{place_of(hardware)}"
+    )
+
+
+def place_of(hardware: Mapping[str, Any]) -> str:
+    """What it ran on, in a few words."""
+    return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"

@@ -17,23 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.bench.common.configs import Baseline
 from ragblend.bench.quality.budget import costs_of, ratio_for
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.report import MODES, BlendReport, Mode
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import TokenizedPrompt
 
 
 class Configuration(NamedTuple):
-    """How to answer. `rule` is "none" except for blend.
+    """How to answer: in a mode of the engine, or by a baseline. `rule` is "none" except for blend.
 
     With a `budget`, each prompt gets the ratio whose `charged_budget_32` is nearest to it, and `ratio` is 0. `context`:
     what its chunks are stored in."""
 
-    mode: Mode
+    mode: Mode | Baseline
     rule: str
     ratio: float
     budget: float | None = None
@@ -60,7 +61,9 @@ class Answer(NamedTuple):
 
 
 def prefill(engine: TransformersEngine, request: Request, configuration: Configuration) -> tuple[Prefilled, float]:
-    """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
+    """The prompt's KV in this configuration, a mode of the engine, and the seconds it took. Chunks to be found must be
+    stored."""
+    assert configuration.mode in MODES
     rule = "auto" if configuration.rule == "none" else configuration.rule
     ratio = configuration.ratio
     if configuration.budget is not None:
@@ -111,7 +114,8 @@ def read(engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, an
     Runs the tokens after the last chunk, and `answer_ids` but the last, over `fused`, which keeps their rows. Over the
     KV that a blend left, the question's rows come out as they did there: they always run through all layers.
     """
-    layers, start = engine.layers, prompt.chunk_segments[-1].end
+    layers, chunks = engine.layers, prompt.chunk_segments
+    start = chunks[-1].end if chunks else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
     rows = torch.arange(start, start + len(ids), device=layers.device)
     hidden = layers.embed(torch.tensor(ids, device=layers.device))

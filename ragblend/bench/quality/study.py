@@ -3,8 +3,8 @@
 Each question becomes the prompt that `ragblend ask` would send. It is prefilled in full and fused in every
 configuration, its chunks stored for it alone, in memory. Measured are KL(full || this) of the first token and of full
 prefill's greedy answer, read token after token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy
-answer; and the time to first token. Nothing is sampled: but for times, a run repeats to the bit on one machine.
-Read `run_quality` and `measure` first.
+answer; and the time to first token; of ways to ask that fuse nothing, too (`baselines`). Nothing is sampled: but for
+times, a run repeats to the bit on one machine. Read `run_quality` and `measure` first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.common.configs import BASELINES, QualityConfig
 from ragblend.bench.common.hardware import hardware_card
 from ragblend.bench.common.output import BenchResult, bench
 from ragblend.bench.common.plots import plot_quality
 from ragblend.bench.common.shapes import find_dtype
+from ragblend.bench.quality.baselines import ask_baseline
 from ragblend.bench.quality.cases import Case
 from ragblend.bench.quality.data import Nearest, load_cases, prompt_of, stored_chunks
 from ragblend.bench.quality.measures import (
@@ -53,7 +54,7 @@ from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.intervals import mean_interval
 from ragblend.options import ContextPolicy
-from ragblend.prompt.prompt import Part, SegmentedPrompt
+from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
 
 BASE = Configuration("blend", "cacheblend", 0.15)
 """What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
@@ -105,7 +106,9 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
     if "blend" in config.modes:
         chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios or ()]
         chosen += [Configuration("blend", name, 0.0, budget) for name in names for budget in config.budgets]
-    return list(dict.fromkeys([FULL, *(each._replace(context=name) for name in config.contexts for each in chosen)]))
+    stored = [each._replace(context=name) for name in config.contexts for each in chosen]
+    # A baseline's ratio is that of full prefill, which it is: of its own prompts.
+    return list(dict.fromkeys([FULL, *stored, *(Configuration(name, "none", 1.0) for name in config.baselines)]))
 
 
 def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = None) -> QualityResult:
@@ -162,10 +165,10 @@ def measure(
     full = answer(engine, request, FULL)
     expected = read(engine, request.prompt, full.fused, full.token_ids)
 
-    def gold_loss(found: Answer, gold_ids: Sequence[int]) -> float:
-        return loss(read(engine, request.prompt, found.fused, gold_ids), gold_ids)
+    def gold_loss(found: Answer, gold_ids: Sequence[int], asked: TokenizedPrompt = request.prompt) -> float:
+        return loss(read(engine, asked, found.fused, gold_ids), gold_ids)
 
-    def record(found: Answer, seen: Tensor) -> Record:
+    def record(found: Answer, seen: Tensor, asked: TokenizedPrompt = request.prompt) -> Record:
         far = distance(seen, expected)
         f1, match, overlap = (
             math.nan if (score := best(measure, found.text, case.answers)) is None else score
@@ -175,7 +178,7 @@ def measure(
             kl(full.log_probs, found.log_probs),
             far.kl,
             far.agreement,
-            gold_loss(found, gold_ids),
+            gold_loss(found, gold_ids, asked),
             f1,
             match,
             overlap,
@@ -188,12 +191,17 @@ def measure(
     spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: gold_loss(full, gold_ids))
     records = {FULL: record(full, expected)}
+    for each in chosen:
+        if each.mode in BASELINES:
+            last = ask_baseline(each.mode, engine, prompt, case, answer_tokens)
+            seen = read(engine, last.prompt, last.answer.fused, full.token_ids)
+            records[each] = record(last.answer, seen, last.prompt)
     for context, chunks in stored.items():
         engine = _engine(base, case, context)
         for chunk in chunks:
             engine.precompute(chunk)
         for each in chosen:
-            if each != FULL and each.context == context:
+            if each != FULL and each.context == context and each.mode not in BASELINES:
                 records[each] = record(*answer_and_reading(engine, request, each, full))
     return records, request.prompt.num_tokens
 
