@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
+from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
 from ragblend.engine.fusion.plan import Fused, FusePlan
 from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource
 from ragblend.engine.fusion.rules import CARRY_DOUBT, Evidence, num_to_recompute
@@ -218,9 +218,14 @@ def _probe(
         start_s = perf_counter()
         layers.wait(layer)
 
-        def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+        def watch(queries: Queries, keys: Tensor, values: Tensor | None = None, *, layer: int = layer) -> Tensor | None:
             known.queries[layer] = queries.last(plan.num_queries)
-            masses.append(attention_mass(known.queries[layer], keys))
+            if values is None:
+                masses.append(attention_mass(known.queries[layer], keys))
+                return None
+            output, mass = attend_weighing(queries, keys, values, plan.num_queries)
+            masses.append(mass)
+            return output
 
         hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:

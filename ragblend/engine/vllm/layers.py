@@ -158,11 +158,12 @@ class VllmLayers:
     def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
         outputs, queries = [], []
+        alone = watch if len(rows) <= self.max_rows else None  # then it can attend too
         for part, places in zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True):
-            with self._attending_over(layer, places, fused) as seen, self._context(len(part)):
+            with self._attending_over(layer, places, fused, alone) as seen, self._context(len(part)):
                 outputs.append(self._call(layer, places, part))
             queries += seen
-        if watch is not None:
+        if watch is not None and alone is None:
             scale = self._attention[layer].impl.scale
             watch(Queries(torch.cat(queries, 1), rows, scale), fused.keys(layer)[:, : int(rows[-1]) + 1])
         return torch.cat(outputs)
@@ -293,16 +294,23 @@ class VllmLayers:
                 hook.remove()
 
     @contextmanager
-    def _attending_over(self, layer: int, rows: Tensor, fused: Any) -> Iterator[list[Tensor]]:
-        """The layer's attention gives its rows' KV to `fused` and reads there; filled with queries [Hq, R, D]."""
+    def _attending_over(
+        self, layer: int, rows: Tensor, fused: Any, watch: Watch | None = None
+    ) -> Iterator[list[Tensor]]:
+        """The layer's attention gives its rows' KV to `fused` and reads there, or has `watch` read; filled with queries
+        [Hq, R, D]."""
         attention, seen = self._attention[layer], []
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
             fused.write(layer, rows, *self._as_heads(layer, key, value))
             states = query.reshape(len(rows), attention.num_heads, attention.head_size).transpose(0, 1)
             seen.append(states)
-            kept = fused.keys(layer)[None], fused.values(layer)[None]
-            return attend_rows(states[None], *kept, rows, attention.impl.scale)[0].transpose(0, 1).flatten(1)
+            end, scale = int(rows[-1]) + 1, attention.impl.scale
+            keys, values = fused.keys(layer)[:, :end], fused.values(layer)[:, :end]
+            output = watch(Queries(states, rows, scale), keys, values) if watch is not None else None
+            if output is None:
+                output = attend_rows(states[None], keys[None], values[None], rows, scale)[0]
+            return output.transpose(0, 1).flatten(1)
 
         attention.forward = attend  # on the instance, so before the class's own
         try:
