@@ -336,7 +336,7 @@ def _carry(
     each rank's own.
     """
     moved = known.moved_by(active)
-    if not len(moved.rows) or not bool(moved.shares.any()):
+    if not len(moved.rows):  # nothing was placed but what is exact
         return 0
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
     fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)

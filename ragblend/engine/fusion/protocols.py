@@ -36,7 +36,7 @@ class LayerSource(Protocol):
 
 class MovableSource(LayerSource, Protocol):
     """A LayerSource for plans that carry. Both work on the layer waited for last, before any row of placed chunks is
-    written there."""
+    written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
     def move(self, layer: int, shares: Tensor, by: LayerKV) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32

@@ -129,11 +129,16 @@ class VllmLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to `rows` [R] by the model's own rotary module, as its prefill does."""
-        heads, count, dim = keys.shape
-        flat = keys.transpose(0, 1).reshape(count, heads * dim)
-        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat.clone(), None)  # may turn in place
-        result: Tensor = turned.view(count, heads, dim).transpose(0, 1)
-        return result
+        placed = keys.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        self.turn(layer, placed, rows)
+        return placed.transpose(0, 1)
+
+    def turn(self, layer: int, keys: Tensor, rows: Tensor) -> None:
+        """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
+        flat = keys.view(len(keys), -1)
+        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
+        if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
+            flat.copy_(turned)
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
@@ -184,15 +189,9 @@ class VllmLayers:
     # -- the paged cache
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rotated `keys` and `values` [H, R, D] into the paged cache at `slots` [R]."""
+        """Put rotated `keys` and `values` [R, H, D] into the paged cache at `slots` [R]."""
         attention = self._attention[layer]
-        attention.impl.do_kv_cache_update(
-            attention,
-            keys.transpose(0, 1).contiguous(),
-            values.transpose(0, 1).contiguous(),
-            attention.kv_cache,
-            slots,
-        )
+        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
     def cut(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[Piece]:
         """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.

@@ -64,7 +64,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, again=plan.carries) as source:
+        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.carries) as source:
             fuse(layers, plan, target, source)
         return outcome(question)
 
