@@ -7,7 +7,7 @@ cache is never indexed, its layout differs between devices and releases: keys an
 own `do_kv_cache_update`, and only what is needed again is kept aside.
 
 The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
-layer's attention is ours (`attention.attend_rows`), and `self_check` compares the two.
+layer's attention is ours (`attention.attend_weighing`), and `self_check` compares the two.
 
 `hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
 output and the residual, so that a sum is rounded exactly where vLLM rounds it.
