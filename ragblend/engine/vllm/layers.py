@@ -15,7 +15,8 @@ output and the residual, so that a sum is rounded exactly where vLLM rounds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import Queries, attend_rows
-from ragblend.engine.fusion.fuse import Run
+from ragblend.engine.fusion.fuse import Run, Told
 from ragblend.engine.fusion.protocols import Watch
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
@@ -38,6 +39,10 @@ _APART = 1 << 32  # between the positions of two requests, so that no run spans 
 
 class _StopError(Exception):
     """Ends a layer once its keys and values are known."""
+
+
+def _stop() -> None:
+    raise _StopError
 
 
 class Piece(NamedTuple):
@@ -120,7 +125,7 @@ class VllmLayers:
         pieces = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
-            with self._capture(layer, stop=True) as kept:
+            with self._capture(layer, _stop) as kept:
                 try:
                     self._call(layer, positions, part)
                 except _StopError:
@@ -140,10 +145,9 @@ class VllmLayers:
         if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
             flat.copy_(turned)
 
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> Tensor:
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, told: Told | None = None) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return self._run_pieces(layer, hidden, fused.pieces(rows), [told] if told is not None else [])
 
     def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
         """`run_layer` of the same layer for several requests in one call; their outputs."""
@@ -157,8 +161,13 @@ class VllmLayers:
             pieces = self.cut(torch.cat(rows), tables, owners)
             self._joined = rows, pieces
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
-        outputs = torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
-        return list(torch.split(outputs, counts))
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        told = [
+            run.told._replace(places=run.told.places + first)
+            for run, first in zip(runs, firsts, strict=True)
+            if run.told
+        ]
+        return list(torch.split(self._run_pieces(layer, hidden, pieces, told), counts))
 
     def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
@@ -247,6 +256,22 @@ class VllmLayers:
         )
         return context
 
+    def _run_pieces(self, layer: int, hidden: Tensor, pieces: Sequence[Piece], told: Sequence[Told]) -> Tensor:
+        if len(pieces) > 1:  # all are to be told before the first piece attends
+            for each in told:
+                each.tell(self.project_kv(layer, hidden[each.places]))
+            return torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
+        if not told:
+            return self._run(layer, hidden, pieces[0])
+
+        def tell() -> None:
+            fresh = self._as_heads(layer, *kept)
+            for places, carry in told:
+                carry(LayerKV(fresh.keys[:, places], fresh.values[:, places]))
+
+        with self._capture(layer, tell) as kept:
+            return self._run(layer, hidden, pieces[0])
+
     def _run(self, layer: int, hidden: Tensor, piece: Piece) -> Tensor:
         with self._context(len(hidden), piece):
             return self._call(layer, piece.positions, hidden)
@@ -270,17 +295,19 @@ class VllmLayers:
         return normed
 
     @contextmanager
-    def _capture(self, layer: int, stop: bool = False) -> Iterator[list[Tensor]]:
-        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `stop` leaves it there."""
+    def _capture(self, layer: int, then: Callable[[], None] | None = None) -> Iterator[list[Tensor]]:
+        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `then`, before it writes or attends,
+        called."""
         kept: list[Tensor] = []
 
         def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
-            kept.append(args[2].clone())  # the rotary kernels turn in place
+            if not kept:  # it also turns what `then` places
+                kept.append(args[2].clone())  # the rotary kernels turn in place
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
             kept.append(args[2].clone())
-            if stop:
-                raise _StopError
+            if then is not None:
+                then()
 
         hooks = (
             self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
