@@ -163,6 +163,8 @@ def test_a_batch_equals_its_requests_one_by_one(served):
         (plain.ids, {"mode": "reuse", "spans": plain.spans}),
         (patchy.ids, None),
         (plain.ids, {"mode": "full", "spans": plain.spans}),
+        (plain.ids, blend_params(plain, 0.15, "ask")),  # each carries by what its own tokens tell
+        (patchy.ids, blend_params(patchy, 0.3, "ask")),
     ]
     alone = [tokens(ask(llm, ids, params)) for ids, params in prompts]
     assert [tokens(output) for output in ask_all(llm, prompts)] == alone

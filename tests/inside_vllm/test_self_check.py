@@ -15,9 +15,9 @@ from ragblend.engine.vllm.self_check import self_check
 from ragblend.errors import UnsupportedModelError
 
 
-def shifted_keys(layers: VllmLayers, *args: Any) -> Any:
+def shifted_keys(layers: VllmLayers, *args: Any) -> None:
     layer, keys, rows = args
-    return VllmLayers.place_keys(layers, layer, keys, rows + 1)
+    VllmLayers.turn(layers, layer, keys, rows + 1)
 
 
 def swapped_kv(layers: VllmLayers, *args: Any) -> LayerKV:
@@ -52,7 +52,7 @@ def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path]
     with engine(checkpoint("qwen3"), tmp_path, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
         layers = connector_worker().layers
         self_check(layers, 300, 100, "it")
-        breakages = {"place_keys": shifted_keys, "project_kv": swapped_kv, "cut": one_request, "write": nothing}
+        breakages = {"turn": shifted_keys, "project_kv": swapped_kv, "cut": one_request, "write": nothing}
         asked = [("run_layer_ahead", earlier_question), ("run_layer_ahead", unscaled)]
         for name, broken in [*breakages.items(), *asked]:
             with monkeypatch.context() as patch:

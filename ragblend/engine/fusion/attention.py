@@ -19,8 +19,9 @@ from ragblend.engine.store.kv import LayerKV
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
 BLOCK_ROWS = 64
 
-# Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once.
-BLOCK_SCORES = 1 << 22
+# Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
+# which stay in its cache from the product to the sum: a third of the time.
+BLOCK_SCORES, BLOCK_SCORES_CPU = 1 << 22, 1 << 19
 
 
 class Queries(NamedTuple):
@@ -69,9 +70,36 @@ def attention_mass(queries: Queries, keys: Tensor) -> Tensor:
     keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i sees keys 0 .. i, with the whole prompt in its
     softmax: prefix, chunks and question. The sum is 1."""
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
-    for _, scores in _score_blocks(queries, keys):
-        mass += scores.softmax(-1).sum(dim=(0, 1))
+    for _, _, weights in _weight_blocks(queries, keys):
+        mass += weights.sum(dim=(0, 1))
     return mass / (queries.states.shape[0] * queries.states.shape[1])
+
+
+def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: int) -> tuple[Tensor, Tensor]:
+    """`attend_rows` of all queries, [Hq, Q, D], and `attention_mass` of the last `num_asking`.
+
+    keys, values: [H, T, D]. The probabilities of those that ask are made once, for both.
+    """
+    asking = queries.last(num_asking)
+    num_heads, num_queries, _ = asking.states.shape
+    early = len(queries.rows) - num_queries
+    if keys.dtype != torch.float32:  # whose scores are only kept in float32 by an attention that makes no weights
+        return _attend(queries, keys, values), attention_mass(asking, keys)
+    output = values.new_empty(num_heads, early + num_queries, values.shape[2])
+    if early:
+        before = Queries(queries.states[:, :early], queries.rows[:early], queries.scale)
+        output[:, :early] = _attend(before, keys, values)
+    mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
+    groups = num_heads // keys.shape[0]
+    for heads, rows, weights in _weight_blocks(asking, keys):
+        mass += weights.sum(dim=(0, 1))
+        found = output[heads.start * groups : heads.stop * groups, early + rows.start : early + rows.stop]
+        found.copy_((weights @ values[heads]).reshape(found.shape))
+    return output, mass / (num_heads * num_queries)
+
+
+def _attend(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
+    return attend_rows(queries.states[None], keys[None], values[None], queries.rows, queries.scale)[0]
 
 
 def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV) -> Tensor:
@@ -119,11 +147,30 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
     """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T]."""
     num_heads, num_queries, dim = queries.states.shape
     groups, length = num_heads // keys.shape[0], keys.shape[1]
-    block = max(1, BLOCK_SCORES // (num_heads * length))
-    positions = torch.arange(length, device=keys.device)
+    block = max(1, _block_scores(keys) // (num_heads * length))
+    first = int(queries.rows[0]) + 1  # all see the keys before
+    positions = torch.arange(first, length, device=keys.device)
     for start in range(0, num_queries, block):
         part = queries.states[:, start : start + block]
         part = part.reshape(keys.shape[0], groups * part.shape[1], dim)
         later = positions > queries.rows[start : start + block, None]
-        scores = (part @ keys.transpose(1, 2)).float() * queries.scale
-        yield part, scores.masked_fill_(later.repeat(groups, 1), -torch.inf)
+        scores = (part @ keys.transpose(1, 2)).float().mul_(queries.scale)
+        scores[..., first:].masked_fill_(later.repeat(groups, 1), -torch.inf)
+        yield part, scores
+
+
+def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they."""
+    groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
+    few = max(1, _block_scores(keys) // (groups * queries.states.shape[1] * length))
+    for start in range(0, keys.shape[0], few):
+        heads = slice(start, min(start + few, keys.shape[0]))
+        mine, row = queries._replace(states=queries.states[heads.start * groups : heads.stop * groups]), 0
+        for part, scores in _score_blocks(mine, keys[heads]):
+            rows = slice(row, row + part.shape[1] // groups)
+            row = rows.stop
+            yield heads, rows, scores.softmax(-1)
+
+
+def _block_scores(keys: Tensor) -> int:
+    return BLOCK_SCORES_CPU if keys.device.type == "cpu" else BLOCK_SCORES

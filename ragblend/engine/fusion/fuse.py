@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar, cast
 
@@ -15,13 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
+from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
 from ragblend.engine.fusion.plan import Fused, FusePlan
 from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource
 from ragblend.engine.fusion.rules import CARRY_DOUBT, Evidence, num_to_recompute
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
+
+
+class Told(NamedTuple):
+    """Who is to be told keys and values of a Run before they are written, and before anybody attends to anything."""
+
+    places: Tensor  # indices into its rows
+    tell: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
 
 
 class Run(NamedTuple):
@@ -31,6 +39,7 @@ class Run(NamedTuple):
     hidden: Tensor  # [R, hidden size]
     rows: Tensor  # positions [R]
     fused: FusedLayers
+    told: Told | None = None  # called by whoever runs it
 
 
 Steps = Generator[int | Run, Tensor | None, _T]
@@ -80,16 +89,21 @@ def fuse_steps(
             hidden, active = hidden[kept], active[kept]
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
-        if plan.carries and layer > 0:  # layer 0 is exact as stored
-            measured += _carry(model, plan, layers, layer, hidden, active, known) * model.kv_share
+        told = (
+            _carry(layers, layer, active, known) if plan.carries and layer > 0 else None
+        )  # layer 0 is exact as stored
+        if told is not None:
+            measured += len(told.places) * model.kv_share  # charged wherever the layer is not stopped for it, too
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:
             hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
         elif len(active) and layer < last_layer:
-            hidden = _sent((yield Run(layer, hidden, active, fused)))
+            hidden = _sent((yield Run(layer, hidden, active, fused, told)))
         elif len(active):
             # The last layer's output is needed for the last token alone; of the others only K and V.
             fresh = model.project_kv(layer, hidden)
+            if told is not None:
+                told.tell(LayerKV(fresh.keys[:, told.places], fresh.values[:, told.places]))
             fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
             if plan.wants_logits:
                 hidden = _sent((yield Run(layer, hidden[-1:], active[-1:], fused)))
@@ -218,9 +232,14 @@ def _probe(
         start_s = perf_counter()
         layers.wait(layer)
 
-        def watch(queries: Queries, keys: Tensor, layer: int = layer) -> None:
+        def watch(queries: Queries, keys: Tensor, values: Tensor | None = None, *, layer: int = layer) -> Tensor | None:
             known.queries[layer] = queries.last(plan.num_queries)
-            masses.append(attention_mass(known.queries[layer], keys))
+            if values is None:
+                masses.append(attention_mass(known.queries[layer], keys))
+                return None
+            output, mass = attend_weighing(queries, keys, values, plan.num_queries)
+            masses.append(mass)
+            return output
 
         hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:
@@ -313,16 +332,8 @@ def _check(
     return goes_on.nonzero().flatten(), len(rows)
 
 
-def _carry(
-    model: LayerwiseModel,
-    plan: FusePlan,
-    layers: LayerSource,
-    layer: int,
-    hidden: Tensor,
-    active: Tensor,
-    known: _Known,
-) -> int:
-    """Move the candidates that are kept as the recomputed ones among `active` have moved; how many those are.
+def _carry(layers: LayerSource, layer: int, active: Tensor, known: _Known) -> Told | None:
+    """Moves the candidates that are kept as the recomputed ones among `active` have moved, once it is told where to.
 
     Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the
     median over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the
@@ -331,14 +342,17 @@ def _carry(
     each rank's own.
     """
     moved = known.moved_by(active)
-    if not len(moved.rows) or not bool(moved.shares.any()):
-        return 0
+    if not len(moved.rows):  # nothing was placed but what is exact
+        return None
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
-    fresh, stored = model.project_kv(layer, hidden[moved.places]), source.stored(layer, moved.rows)
     certainty = len(moved.rows) / (len(moved.rows) + CARRY_DOUBT)
-    drift = (certainty * _median(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
-    source.move(layer, moved.shares, LayerKV(*drift))
-    return len(moved.rows)
+
+    def carry(fresh: LayerKV) -> None:
+        stored = source.stored(layer, moved.rows)
+        drift = (certainty * _median(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
+        source.move(layer, moved.shares, LayerKV(*drift))
+
+    return Told(moved.places, carry)
 
 
 def _median(states: Tensor) -> Tensor:
@@ -378,8 +392,8 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
-    """Run steps to their end, for what they return."""
+def drain(model: LayerwiseModel, steps: Steps[_T], run: Callable[[Run], Tensor] | None = None) -> _T:
+    """Run steps to their end, for what they return. `run` is how `model` runs a layer, if it tells by itself."""
     output: Tensor | None = None
     while True:
         try:
@@ -387,7 +401,15 @@ def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
         except StopIteration as end:
             result: _T = end.value
             return result
-        output = model.run_layer(*step) if isinstance(step, Run) else None
+        output = (run or partial(_run, model))(step) if isinstance(step, Run) else None
+
+
+def _run(model: LayerwiseModel, step: Run) -> Tensor:
+    """For models that cannot be asked within a layer: what is to be told is projected before, apart."""
+    layer, hidden, rows, fused, told = step
+    if told is not None:
+        told.tell(model.project_kv(layer, hidden[told.places]))
+    return model.run_layer(layer, hidden, rows, fused)
 
 
 def _sent(output: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.rules import Check, Rule
+from ragblend.engine.fusion.rules import Check, Rule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 
 
@@ -120,8 +120,9 @@ class FusePlan:
 
     @property
     def carries(self) -> bool:
-        """Whether tokens that are kept may move with those that are recomputed: then stored KV is looked at twice."""
-        return self.rule.carry > 0 and self.checks[0].ratio > 0 and self.checks[-1].ratio < 1
+        """Whether tokens that are kept move with those that are recomputed: then stored KV is looked at twice."""
+        least = num_to_recompute(self.checks[-1].ratio, self.num_chunk_tokens, self.num_chunk_tokens)
+        return self.rule.carry > 0 and least > 0 and self.checks[-1].ratio < 1
 
     @property
     def num_queries(self) -> int:

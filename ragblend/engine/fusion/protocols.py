@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -36,15 +36,17 @@ class LayerSource(Protocol):
 
 class MovableSource(LayerSource, Protocol):
     """A LayerSource for plans that carry. Both work on the layer waited for last, before any row of placed chunks is
-    written there."""
+    written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
     def move(self, layer: int, shares: Tensor, by: LayerKV) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32
 
 
-Watch = Callable[[Queries, Tensor], None]
-"""Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
-once; the queries may be kept, the keys may not."""
+class Watch(Protocol):
+    """Sees the queries of the rows that a layer runs and the keys [H, rows[-1] + 1, D] they meet, both rotated. Called
+    once; the queries may be kept, the keys may not. Given the values too, it attends for them: [Hq, Q, D]."""
+
+    def __call__(self, queries: Queries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
 
 
 class LayerwiseModel(Protocol):

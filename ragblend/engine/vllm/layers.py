@@ -7,7 +7,7 @@ cache is never indexed, its layout differs between devices and releases: keys an
 own `do_kv_cache_update`, and only what is needed again is kept aside.
 
 The question has no blocks while its context is fused. It is run ahead over what was kept aside: for that call the
-layer's attention is ours (`attention.attend_rows`), and `self_check` compares the two.
+layer's attention is ours (`attention.attend_weighing`), and `self_check` compares the two.
 
 `hidden` is what vLLM's layers hand on: [R, 1, hidden size] before the first layer, then [R, 2, hidden size], the
 output and the residual, so that a sum is rounded exactly where vLLM rounds it.
@@ -15,7 +15,8 @@ output and the residual, so that a sum is rounded exactly where vLLM rounds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import Queries, attend_rows
-from ragblend.engine.fusion.fuse import Run
+from ragblend.engine.fusion.fuse import Run, Told
 from ragblend.engine.fusion.protocols import Watch
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
@@ -38,6 +39,10 @@ _APART = 1 << 32  # between the positions of two requests, so that no run spans 
 
 class _StopError(Exception):
     """Ends a layer once its keys and values are known."""
+
+
+def _stop() -> None:
+    raise _StopError
 
 
 class Piece(NamedTuple):
@@ -120,7 +125,7 @@ class VllmLayers:
         pieces = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
-            with self._capture(layer, stop=True) as kept:
+            with self._capture(layer, _stop) as kept:
                 try:
                     self._call(layer, positions, part)
                 except _StopError:
@@ -129,16 +134,20 @@ class VllmLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to `rows` [R] by the model's own rotary module, as its prefill does."""
-        heads, count, dim = keys.shape
-        flat = keys.transpose(0, 1).reshape(count, heads * dim)
-        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat.clone(), None)  # may turn in place
-        result: Tensor = turned.view(count, heads, dim).transpose(0, 1)
-        return result
+        placed = keys.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        self.turn(layer, placed, rows)
+        return placed.transpose(0, 1)
 
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> Tensor:
+    def turn(self, layer: int, keys: Tensor, rows: Tensor) -> None:
+        """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
+        flat = keys.view(len(keys), -1)
+        turned, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
+        if turned.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
+            flat.copy_(turned)
+
+    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, told: Told | None = None) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        outputs = [self._run(layer, hidden[piece.span], piece) for piece in fused.pieces(rows)]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return self._run_pieces(layer, hidden, fused.pieces(rows), [told] if told is not None else [])
 
     def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
         """`run_layer` of the same layer for several requests in one call; their outputs."""
@@ -152,17 +161,23 @@ class VllmLayers:
             pieces = self.cut(torch.cat(rows), tables, owners)
             self._joined = rows, pieces
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
-        outputs = torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
-        return list(torch.split(outputs, counts))
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        told = [
+            run.told._replace(places=run.told.places + first)
+            for run, first in zip(runs, firsts, strict=True)
+            if run.told
+        ]
+        return list(torch.split(self._run_pieces(layer, hidden, pieces, told), counts))
 
     def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
         outputs, queries = [], []
+        alone = watch if len(rows) <= self.max_rows else None  # then it can attend too
         for part, places in zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True):
-            with self._attending_over(layer, places, fused) as seen, self._context(len(part)):
+            with self._attending_over(layer, places, fused, alone) as seen, self._context(len(part)):
                 outputs.append(self._call(layer, places, part))
             queries += seen
-        if watch is not None:
+        if watch is not None and alone is None:
             scale = self._attention[layer].impl.scale
             watch(Queries(torch.cat(queries, 1), rows, scale), fused.keys(layer)[:, : int(rows[-1]) + 1])
         return torch.cat(outputs)
@@ -183,15 +198,9 @@ class VllmLayers:
     # -- the paged cache
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rotated `keys` and `values` [H, R, D] into the paged cache at `slots` [R]."""
+        """Put rotated `keys` and `values` [R, H, D] into the paged cache at `slots` [R]."""
         attention = self._attention[layer]
-        attention.impl.do_kv_cache_update(
-            attention,
-            keys.transpose(0, 1).contiguous(),
-            values.transpose(0, 1).contiguous(),
-            attention.kv_cache,
-            slots,
-        )
+        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
     def cut(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[Piece]:
         """`rows` [R] in pieces of at most `max_rows` rows and `max_runs` runs, ascending, each ready to be run.
@@ -247,6 +256,22 @@ class VllmLayers:
         )
         return context
 
+    def _run_pieces(self, layer: int, hidden: Tensor, pieces: Sequence[Piece], told: Sequence[Told]) -> Tensor:
+        if len(pieces) > 1:  # all are to be told before the first piece attends
+            for each in told:
+                each.tell(self.project_kv(layer, hidden[each.places]))
+            return torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
+        if not told:
+            return self._run(layer, hidden, pieces[0])
+
+        def tell() -> None:
+            fresh = self._as_heads(layer, *kept)
+            for places, carry in told:
+                carry(LayerKV(fresh.keys[:, places], fresh.values[:, places]))
+
+        with self._capture(layer, tell) as kept:
+            return self._run(layer, hidden, pieces[0])
+
     def _run(self, layer: int, hidden: Tensor, piece: Piece) -> Tensor:
         with self._context(len(hidden), piece):
             return self._call(layer, piece.positions, hidden)
@@ -270,17 +295,19 @@ class VllmLayers:
         return normed
 
     @contextmanager
-    def _capture(self, layer: int, stop: bool = False) -> Iterator[list[Tensor]]:
-        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `stop` leaves it there."""
+    def _capture(self, layer: int, then: Callable[[], None] | None = None) -> Iterator[list[Tensor]]:
+        """Filled with the layer's keys (after QK-norm, before RoPE) and values; `then`, before it writes or attends,
+        called."""
         kept: list[Tensor] = []
 
         def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
-            kept.append(args[2].clone())  # the rotary kernels turn in place
+            if not kept:  # it also turns what `then` places
+                kept.append(args[2].clone())  # the rotary kernels turn in place
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
             kept.append(args[2].clone())
-            if stop:
-                raise _StopError
+            if then is not None:
+                then()
 
         hooks = (
             self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
@@ -293,16 +320,23 @@ class VllmLayers:
                 hook.remove()
 
     @contextmanager
-    def _attending_over(self, layer: int, rows: Tensor, fused: Any) -> Iterator[list[Tensor]]:
-        """The layer's attention gives its rows' KV to `fused` and reads there; filled with queries [Hq, R, D]."""
+    def _attending_over(
+        self, layer: int, rows: Tensor, fused: Any, watch: Watch | None = None
+    ) -> Iterator[list[Tensor]]:
+        """The layer's attention gives its rows' KV to `fused` and reads there, or has `watch` read; filled with queries
+        [Hq, R, D]."""
         attention, seen = self._attention[layer], []
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
             fused.write(layer, rows, *self._as_heads(layer, key, value))
             states = query.reshape(len(rows), attention.num_heads, attention.head_size).transpose(0, 1)
             seen.append(states)
-            kept = fused.keys(layer)[None], fused.values(layer)[None]
-            return attend_rows(states[None], *kept, rows, attention.impl.scale)[0].transpose(0, 1).flatten(1)
+            end, scale = int(rows[-1]) + 1, attention.impl.scale
+            keys, values = fused.keys(layer)[:, :end], fused.values(layer)[:, :end]
+            output = watch(Queries(states, rows, scale), keys, values) if watch is not None else None
+            if output is None:
+                output = attend_rows(states[None], keys[None], values[None], rows, scale)[0]
+            return output.transpose(0, 1).flatten(1)
 
         attention.forward = attend  # on the instance, so before the class's own
         try:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,19 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.layers import Piece, VllmLayers
 
 
+class Stored(NamedTuple):
+    """One layer of a stored chunk, keys before rotation, and where it goes."""
+
+    rows: slice
+    kv: LayerKV
+
+
 class PagedKV:
     """FusedLayers over one request's blocks. `length` rows are valid.
 
-    What is written to blocks cannot be read back, so in the layers in `kept` what is placed or written stays at hand
-    until the next of them: [H, capacity, D] of keys and of values. `num_behind` rows behind the `num_rows` that have
-    blocks are only asked: they stand nowhere else.
+    What is written to blocks cannot be read back, so of the layers in `kept` the one that was placed last stays at
+    hand, with what is written to it. `num_behind` rows behind the `num_rows` that have blocks are only asked: they
+    stand nowhere else.
     """
 
     def __init__(
@@ -39,54 +46,87 @@ class PagedKV:
         self.length = 0
         self._layers = layers
         self.blocks = torch.tensor(block_ids, dtype=torch.int64, device=layers.device)
+        self._positions = torch.arange(num_rows, device=layers.device)
+        self._slots = self.blocks[self._positions // layers.block_size] * layers.block_size
+        self._slots += self._positions % layers.block_size
         self._num_rows, self._capacity = num_rows, num_rows + num_behind
         self._kept = frozenset(kept)
-        self._at_hand: dict[int, LayerKV] = {}
+        self._at_hand: tuple[int, LayerKV] | None = None  # the layer, [capacity, H, D] as vLLM wants to be given it
         self._last: tuple[Tensor, list[Piece]] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Keys [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
-        return self._at_hand[layer].keys if layer in self._at_hand else self._nothing
+        """Keys [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
+        kept = self._of(layer)
+        return kept.keys.transpose(0, 1) if kept is not None else self._nothing
 
     def values(self, layer: int) -> Tensor:
-        """Values [H, capacity, D] of a kept layer, valid where placed or written; empty for other layers."""
-        return self._at_hand[layer].values if layer in self._at_hand else self._nothing
+        """Values [H, capacity, D] of the kept layer placed last, valid where placed or written; empty for others."""
+        kept = self._of(layer)
+        return kept.values.transpose(0, 1) if kept is not None else self._nothing
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
-        if layer in self._at_hand:
-            self._at_hand[layer].keys[:, rows] = keys
-            self._at_hand[layer].values[:, rows] = values
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        kept = self._of(layer)
+        if kept is not None:
+            kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
             count = int((rows < self._num_rows).sum())
-            rows, keys, values = rows[:count], keys[:, :count], values[:, :count]
-        if not len(rows):
-            return
-        slots = self.blocks[rows // self._layers.block_size] * self._layers.block_size
-        self._layers.write(layer, slots + rows % self._layers.block_size, keys, values)
+            rows, keys, values = rows[:count], keys[:count], values[:count]
+        if len(rows):
+            self._layers.write(layer, self._slots[rows], keys, values)
 
-    def place(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
-        """Put stored (pre-RoPE) KV [H, R, D] of one chunk at `rows` [R], and keep it at hand where it is read."""
-        keys, values = (tensor.to(self._layers.device, non_blocking=True) for tensor in stored)
-        keys = self._layers.place_keys(layer, keys, rows)
-        if layer in self._kept and layer not in self._at_hand:
-            self._at_hand.clear()
-            heads, _, dim = keys.shape
-            self._at_hand[layer] = LayerKV(
-                keys.new_zeros(heads, self._capacity, dim), values.new_zeros(heads, self._capacity, values.shape[2])
-            )
-        self.write(layer, rows, keys, values)
+    def place(
+        self, layer: int, stored: Sequence[Stored], shares: Tensor | None = None, by: LayerKV | None = None
+    ) -> None:
+        """Put stored (pre-RoPE) KV at its rows in the blocks, and keep it at hand where the layer is read.
 
-    def place_again(self, layer: int, rows: Tensor, stored: LayerKV) -> None:
-        """Put pre-RoPE KV [H, R, D] in the place of what stands at `rows` [R]."""
-        self.write(layer, rows, self._layers.place_keys(layer, stored.keys, rows), stored.values)
+        With `shares` [T] and `by` [H, 1, D], each row with its share of it, before rotation, added.
+        """
+        for rows, placed in self._placed(layer, stored, shares, by):
+            self._layers.write(layer, self._slots[rows], *placed)
+
+    def keep(self, layer: int, stored: Sequence[Stored]) -> None:
+        """`place` at hand alone, in a kept layer: its blocks are left for `place` to fill, once it is known by what."""
+        for _ in self._placed(layer, stored):
+            pass
+
+    def _placed(
+        self, layer: int, stored: Sequence[Stored], shares: Tensor | None = None, by: LayerKV | None = None
+    ) -> Iterator[tuple[slice, LayerKV]]:
+        """Runs of rows, with their keys, rotated, and their values, [R, H, D]: made in one go where there is room."""
+        for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
+            room = self._room(layer, rows, parts[0].kv)
+            for span, kv in parts:
+                here = slice(span.start - rows.start, span.stop - rows.start)
+                for index, tensor in enumerate(kv):
+                    own = tensor.to(self._layers.device, non_blocking=True).transpose(0, 1)
+                    if shares is not None and by is not None:
+                        own = torch.addcmul(own.float(), by[index].transpose(0, 1), shares[span, None, None])
+                    room[index][here] = own  # one copy, which turns the layout as well
+            self._layers.turn(layer, room.keys, self._positions[rows])
+            yield rows, room
+
+    def _room(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
+        """Where those rows of the layer go: [R, H, D]."""
+        shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in like]
+        if layer not in self._kept:
+            return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
+        if self._at_hand is None or self._at_hand[0] != layer:
+            # One room for all layers: memory that is warm already.
+            kept = self._at_hand[1] if self._at_hand is not None else None
+            kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
+            self._at_hand = layer, kept
+        return LayerKV(*(tensor[rows] for tensor in self._at_hand[1]))
+
+    def _of(self, layer: int) -> LayerKV | None:
+        return self._at_hand[1] if self._at_hand is not None and self._at_hand[0] == layer else None
 
     def place_all(self, placement: Placement) -> None:
         """Put every layer of one chunk in its place; the rows up to its end are valid then."""
-        rows = torch.arange(placement.start, placement.end, device=self._layers.device)
         for layer in range(self._layers.num_layers):
-            self.place(layer, rows, placement.kv.layer(layer))
+            self.place(layer, [Stored(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
     def pieces(self, rows: Tensor) -> list[Piece]:
@@ -103,16 +143,19 @@ class PagedSource:
     but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
     in memory another may have to read. (Several ranks have read everything before this, see `BlendWorker`.)
 
-    `again`: layers stay in host memory once they are placed, until they are moved.
+    `moves`: every layer but the first will be moved, so chunks that may move get into the blocks only then. Until that
+    they stay in host memory, all layers of them, because the question is asked in the last before the first is moved.
+    Those in the memory tier are there anyway; of those read from disk this holds what was read, a layer less with each
+    one moved.
     """
 
     def __init__(
-        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, again: bool = False
+        self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
     ) -> None:
         self._paged, self._layers = paged, layers
-        self._read: dict[int, list[tuple[slice, LayerKV]]] = {}
-        self._again = again
-        self._placed: dict[int, list[tuple[slice, LayerKV]]] = {}
+        self._read: dict[int, list[Stored]] = {}
+        self._movable = {each.start for each in placements if moves and not each.exact}
+        self._waiting: dict[int, list[Stored]] = {}  # to be moved
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
@@ -148,43 +191,34 @@ class PagedSource:
 
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Called by the loader: keep one chunk's layer until it is waited for."""
-        self._read.setdefault(layer, []).append((rows, LayerKV(keys, values)))
+        self._read.setdefault(layer, []).append(Stored(rows, LayerKV(keys, values)))
 
     def wait(self, layer: int) -> None:
         """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry."""
         self._loader.wait(layer)
         start_s = perf_counter()
         read = self._read.pop(layer, [])
-        for rows, stored in read:
-            self._paged.place(layer, self._positions(rows), stored)
-        if self._again and read:
-            self._placed[layer] = read
+        movable = self._movable if layer else ()  # the first layer is exact as stored
+        waiting = [each for each in read if each.rows.start in movable]
+        self._paged.place(layer, [each for each in read if each.rows.start not in movable])
+        if waiting:
+            self._waiting[layer] = waiting
+            self._paged.keep(layer, waiting)
         self._place_s += perf_counter() - start_s
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
         places, parts = rows.cpu(), list[LayerKV]()
-        for span, kv in self._placed[layer]:
+        for span, kv in self._waiting[layer]:
             taken = places[(places >= span.start) & (places < span.stop)] - span.start
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
-        """Place that layer once more, each row with its share, `shares` [T], of `by` [H, 1, D], keys before rotation,
-        added."""
-        device, start_s = self._layers.device, perf_counter()
-        for rows, stored in self._placed.pop(layer):
-            mine = shares[rows, None]
-            if bool(mine.any()):
-                moved = (
-                    (old.to(device, non_blocking=True) + drift * mine).to(old.dtype)
-                    for old, drift in zip(stored, by, strict=True)
-                )
-                self._paged.place_again(layer, self._positions(rows), LayerKV(*moved))
+        """Place what waited for it, each row with its share, `shares` [T], of `by` [H, 1, D] added before rotation."""
+        start_s = perf_counter()
+        self._paged.place(layer, self._waiting.pop(layer), shares, by)
         self._place_s += perf_counter() - start_s
-
-    def _positions(self, rows: slice) -> Tensor:
-        return torch.arange(rows.start, rows.stop, device=self._layers.device)
 
     def __enter__(self) -> PagedSource:
         self._loader.__enter__()
@@ -192,3 +226,16 @@ class PagedSource:
 
     def __exit__(self, *error: Any) -> None:
         self._loader.__exit__(*error)
+        assert error[0] is not None or not self._waiting, "a layer was not moved: its blocks are empty"
+
+
+def _side_by_side(stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Stored]]]:
+    """Chunks in ascending order as runs without a gap."""
+    run: list[Stored] = []
+    for each in stored:
+        if run and run[-1].rows.stop != each.rows.start:
+            yield slice(run[0].rows.start, run[-1].rows.stop), run
+            run = []
+        run.append(each)
+    if run:
+        yield slice(run[0].rows.start, run[-1].rows.stop), run

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.fuse import drain, fuse_steps
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, Check
@@ -64,8 +64,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, again=plan.carries) as source:
-            fuse(layers, plan, target, source)
+        with PagedSource((prefix, *plan.placements), layers, target, moves=plan.carries) as source:
+            drain(layers, fuse_steps(layers, plan, target, source), lambda step: layers.run_layer(*step))
         return outcome(question)
 
     def asked(placement: Placement) -> Tensor:

@@ -237,7 +237,7 @@ class BlendWorker:
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
-                with PagedSource(placed, self.layers, paged, again=plan.carries) as source:
+                with PagedSource(placed, self.layers, paged, moves=plan.carries) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
                         source.wait(0)  # here, because it counts like any other work between two engine steps

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragblend.engine.fusion import attention
-from ragblend.engine.fusion.attention import Queries, attention_mass, repair_effect
+from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
 from ragblend.engine.store.kv import LayerKV
 
 LENGTH, DIM, SCALE = 40, 8, 0.3
@@ -53,11 +53,32 @@ questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(so
 def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block):
     queries, kv = draw(seed, rows, kv_heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_SCORES", block)
+        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
         found = attention_mass(queries, kv.keys)
     torch.testing.assert_close(found, probabilities(queries, kv.keys).mean(dim=(0, 1)), atol=1e-6, rtol=0)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
     assert (found[rows[-1] + 1 :] == 0).all()
+
+
+@settings(max_examples=30)
+@given(
+    rows=questions,
+    kv_heads=st.sampled_from([1, 2, 4]),
+    num_asking=st.integers(1, 12),
+    block=st.sampled_from([1, 400, 1 << 22]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype):
+    queries, kv = draw(0, rows, kv_heads)
+    queries, kv = queries._replace(states=queries.states.to(dtype)), LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
+        output, mass = attend_weighing(queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking)
+    exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
+    atol = 1e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(output.float(), outputs(states, exact), atol=atol, rtol=0)
+    expected = probabilities(states.last(num_asking), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
+    torch.testing.assert_close(mass, expected, atol=atol, rtol=0)
 
 
 @settings(max_examples=30)
@@ -71,7 +92,7 @@ def test_the_effect_of_a_repair_is_what_repairing_does(rows, kv_heads, seed, blo
     repaired = torch.tensor([0, 3, 7, 19, 30])
     fresh = LayerKV(other.keys[:, repaired], other.values[:, repaired])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_SCORES", block)
+        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
         found = repair_effect(queries, stale, repaired, fresh)
     before = outputs(queries, stale)
     for index, row in enumerate(repaired.tolist()):
