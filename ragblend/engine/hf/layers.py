@@ -75,7 +75,10 @@ def _attention(
         )
         return output, None
     if blend_watch is not None:
-        blend_watch(Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling), key[0])
+        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        watched = blend_watch(queries, key[0], value[0])
+        if watched is not None:
+            return watched[None].transpose(1, 2).contiguous(), None
     return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
 
 
