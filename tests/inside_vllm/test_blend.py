@@ -119,6 +119,17 @@ def test_ratio_one_gives_vllms_own_tokens(served):
                 assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=TOLERANCE)
 
 
+def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recomputed(served):
+    """Nobody is left to be moved."""
+    _, llm = served
+    prompt = plain_prompt()
+    blended = ask(llm, prompt.ids, blend_params(prompt, 0.97, "ask"))
+    (exact, *others) = report(blended)["chunks"]
+    assert exact["exact"]
+    assert [each["num_recomputed_tokens"] for each in others] == [each["num_tokens"] for each in others]
+    assert tokens(blended) == tokens(ask(llm, prompt.ids))
+
+
 def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, stock):
     family, llm = served
     reference = Continued(stock(family))

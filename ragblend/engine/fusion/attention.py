@@ -7,6 +7,7 @@ Knows tensors only: nothing about models, rules or storage.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ BLOCK_ROWS = 64
 
 # Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
 # which stay in its cache from the product to the sum: a third of the time.
-BLOCK_SCORES, BLOCK_SCORES_CPU = 1 << 22, 1 << 19
+BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 
 
 class Queries(NamedTuple):
@@ -147,7 +148,7 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
     """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T]."""
     num_heads, num_queries, dim = queries.states.shape
     groups, length = num_heads // keys.shape[0], keys.shape[1]
-    block = max(1, _block_scores(keys) // (num_heads * length))
+    block = max(1, BLOCK_SCORES[keys.device.type] // (num_heads * length))
     first = int(queries.rows[0]) + 1  # all see the keys before
     positions = torch.arange(first, length, device=keys.device)
     for start in range(0, num_queries, block):
@@ -162,7 +163,7 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
 def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """Attention probabilities [h, B, T] float32 of some KV heads and some rows, those two and they."""
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
-    few = max(1, _block_scores(keys) // (groups * queries.states.shape[1] * length))
+    few = max(1, BLOCK_SCORES[keys.device.type] // (groups * queries.states.shape[1] * length))
     for start in range(0, keys.shape[0], few):
         heads = slice(start, min(start + few, keys.shape[0]))
         mine, row = queries._replace(states=queries.states[heads.start * groups : heads.stop * groups]), 0
@@ -170,7 +171,3 @@ def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slic
             rows = slice(row, row + part.shape[1] // groups)
             row = rows.stop
             yield heads, rows, scores.softmax(-1)
-
-
-def _block_scores(keys: Tensor) -> int:
-    return BLOCK_SCORES_CPU if keys.device.type == "cpu" else BLOCK_SCORES

@@ -89,9 +89,8 @@ def fuse_steps(
             hidden, active = hidden[kept], active[kept]
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
-        told = (
-            _carry(layers, layer, active, known) if plan.carries and layer > 0 else None
-        )  # layer 0 is exact as stored
+        # Layer 0 is exact as stored.
+        told = _carry(layers, layer, active, known) if plan.carries and layer > 0 else None
         if told is not None:
             measured += len(told.places) * model.kv_share  # charged wherever the layer is not stopped for it, too
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
@@ -131,6 +130,7 @@ class _Moved(NamedTuple):
     places: Tensor  # these indices are candidates: they tell
     rows: Tensor  # where those are in the prompt
     shares: Tensor  # [T] float32, of how far they move, for all other candidates; 0 elsewhere
+    any_moves: bool  # whether there is one
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class _Known:
             places = self.mask[active].nonzero().flatten()
             shares = self.carry * self.mask
             shares[active] = 0.0
-            self.moved = _Moved(active, places, active[places], shares)
+            self.moved = _Moved(active, places, active[places], shares, bool(shares.any()))
         return self.moved
 
     def evidence(self, rows: Tensor) -> Evidence:
@@ -345,6 +345,9 @@ def _carry(layers: LayerSource, layer: int, active: Tensor, known: _Known) -> To
     if not len(moved.rows):  # nothing was placed but what is exact
         return None
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
+    if not moved.any_moves:  # all are recomputed
+        source.move(layer, moved.shares, None)
+        return None
     certainty = len(moved.rows) / (len(moved.rows) + CARRY_DOUBT)
 
     def carry(fresh: LayerKV) -> None:

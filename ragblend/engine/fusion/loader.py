@@ -228,8 +228,10 @@ class LayerLoader:
         there = cast("_Readable", self._destination)
         return LayerKV(self._movable.lift_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
 
-    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
+    def move(self, layer: int, shares: Tensor, by: LayerKV | None) -> None:
         """Add to each row of that layer its share, `shares` [T], of `by` [H, 1, D], keys before rotation."""
+        if by is None:
+            return
         assert self._movable is not None
         there, count = cast("_Readable", self._destination), len(shares)
         if len(self._rows) != count:

@@ -39,7 +39,9 @@ class MovableSource(LayerSource, Protocol):
     written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
-    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32
+    def move(
+        self, layer: int, shares: Tensor, by: LayerKV | None
+    ) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32; None: they stay as they are
 
 
 class Watch(Protocol):

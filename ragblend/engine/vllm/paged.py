@@ -214,7 +214,7 @@ class PagedSource:
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
-    def move(self, layer: int, shares: Tensor, by: LayerKV) -> None:
+    def move(self, layer: int, shares: Tensor, by: LayerKV | None) -> None:
         """Place what waited for it, each row with its share, `shares` [T], of `by` [H, 1, D] added before rotation."""
         start_s = perf_counter()
         self._paged.place(layer, self._waiting.pop(layer), shares, by)

@@ -53,7 +53,7 @@ questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(so
 def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block):
     queries, kv = draw(seed, rows, kv_heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
+        patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         found = attention_mass(queries, kv.keys)
     torch.testing.assert_close(found, probabilities(queries, kv.keys).mean(dim=(0, 1)), atol=1e-6, rtol=0)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
@@ -72,7 +72,7 @@ def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype):
     queries, kv = draw(0, rows, kv_heads)
     queries, kv = queries._replace(states=queries.states.to(dtype)), LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
+        patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         output, mass = attend_weighing(queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking)
     exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
     atol = 1e-6 if dtype == torch.float32 else 0.02
@@ -92,7 +92,7 @@ def test_the_effect_of_a_repair_is_what_repairing_does(rows, kv_heads, seed, blo
     repaired = torch.tensor([0, 3, 7, 19, 30])
     fresh = LayerKV(other.keys[:, repaired], other.values[:, repaired])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_SCORES_CPU", block)
+        patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         found = repair_effect(queries, stale, repaired, fresh)
     before = outputs(queries, stale)
     for index, row in enumerate(repaired.tolist()):
