@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.quality.cases import SYSTEM
-from ragblend.bench.quality.data import load_cases, prompt_of
+from ragblend.bench.quality.data import load_cases, prompt_of, stored_chunks
 from ragblend.bench.quality.measures import Configuration
 from ragblend.bench.quality.study import Record, measure, summarise
 from ragblend.cli.app import app
@@ -51,7 +51,10 @@ def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> d
     rules = (("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15), ("ask", 1.0))
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED, engine)
-    measured = [measure(engine, prompt, case, chosen, 16)[0] for prompt, case in zip(prompts, cases, strict=True)]
+    measured = [
+        measure(engine, prompt, case, chosen, 16, {"none": stored_chunks(prompt, "none", None)})[0]
+        for prompt, case in zip(prompts, cases, strict=True)
+    ]
     return {each: [record[each] for record in measured] for each in chosen}
 
 
