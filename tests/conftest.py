@@ -24,6 +24,9 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
@@ -124,6 +127,44 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
 }
+
+
+WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Windows of a chunk's length or less; soft caps at which scores bend.
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 24}),
+    "qwen2_window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 3},
+    ),
+    "qwen3_window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 22, "max_window_layers": 0},
+    ),
+    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 20}),
+}
+FAMILIES |= WINDOWED
 
 
 def make_model(config_class: type, model_class: type, seed: int = 0, **changes: Any) -> Any:

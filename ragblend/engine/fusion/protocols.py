@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -94,3 +95,6 @@ class CheckableModel(PackingModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
+    def short_windows(
+        self, num_tokens: int
+    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window only see so many tokens
