@@ -130,12 +130,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
-    # Windows of a chunk's length or less; soft caps at which scores bend.
+    # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,
         {
-            "sliding_window": 24,
+            "sliding_window": 50,
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
@@ -144,25 +144,25 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
-        {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+        {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
     ),
     "gpt_oss": (
         GptOssConfig,
         GptOssForCausalLM,
-        {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"sliding_window": 51, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 24}),
+    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 53}),
     "qwen2_window": (
         Qwen2Config,
         Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3},
     ),
     "qwen3_window": (
         Qwen3Config,
         Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 22, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0},
     ),
-    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 20}),
+    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 56}),
 }
 FAMILIES |= WINDOWED
 

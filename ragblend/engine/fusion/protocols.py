@@ -95,6 +95,6 @@ class CheckableModel(PackingModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
-    def short_windows(
-        self, num_tokens: int
-    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window only see so many tokens
+    def as_checked(
+        self, window: int
+    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows

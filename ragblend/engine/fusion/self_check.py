@@ -42,7 +42,7 @@ def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
     """
     tolerance = TOLERANCE[model.like.dtype]
     try:
-        with model.short_windows(WINDOW_TOKENS):
+        with model.as_checked(WINDOW_TOKENS):
             gates = _gates(model, vocabulary)
     except torch.OutOfMemoryError:
         raise

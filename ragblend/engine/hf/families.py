@@ -25,6 +25,8 @@ _WAY_OUT = (
 WINDOWED = "sliding_attention"
 """What transformers calls a layer in which a token sees those shortly before it only."""
 
+_RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurrent"})
+
 
 class Family:
     """How one model's layers make keys and values: separate projections, and a norm of each head's keys, if any."""
@@ -169,20 +171,31 @@ def context_length(config: Any) -> int:
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """Of every layer, how many tokens a token sees, itself among them; None where that is all of the context."""
     window = getattr(config, "sliding_window", None)
+    count: int = config.num_hidden_layers
     if not window or window >= context_length(config):
-        return (None,) * config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or (WINDOWED,) * config.num_hidden_layers
+        return (None,) * count
+    kinds = getattr(config, "layer_types", None) or (WINDOWED,) * count
     return tuple(window if kind == WINDOWED else None for kind in kinds)
 
 
 def refuse_unsupported(model: Any) -> None:
     """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
     config, name = model.config, type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ())
+    foreign = sorted(kinds - {"full_attention", WINDOWED})
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has multi-head latent attention (MLA): its cache is one vector per token that all heads share, "
+            f"where ragblend stores and places keys and values of heads. {_WAY_OUT}"
+        )
+    if not _RECURRENT.isdisjoint(kinds):
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
+            f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
+        )
     decoder = getattr(model, "model", None)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    foreign = sorted(kinds - {"full_attention", WINDOWED})
     if foreign:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"

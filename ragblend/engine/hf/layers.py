@@ -64,7 +64,7 @@ def attend_as_written(
 
     Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool; None is causal.
     """
-    attend = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]
     if seen is None:
         seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
@@ -309,24 +309,32 @@ class TransformersLayers:
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
         # A cache that knows no config: transformers' own forgets what has left a layer's window.
-        output = self.model(
-            input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1
-        )
+        output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
 
     @contextmanager
-    def short_windows(self, num_tokens: int) -> Iterator[None]:
-        """Inside, layers that see a window see `num_tokens`: a short prompt shows what a long one would."""
+    def as_checked(self, window: int) -> Iterator[None]:
+        """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
+
+        And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
+        """
         own, windows = getattr(self.config, "sliding_window", None), self._windows
+        routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
+        routers = [] if self.dtype == torch.float32 else routers
+        chosen = [router.top_k for router in routers]
         if any(windows):
-            self.config.sliding_window = num_tokens  # from which transformers makes its masks
-            self._windows = tuple(num_tokens if window is not None else None for window in windows)
+            self.config.sliding_window = window  # from which transformers makes its masks
+            self._windows = tuple(window if each is not None else None for each in windows)
+        for router in routers:
+            router.top_k = router.num_experts
         try:
             yield
         finally:
             if any(windows):
                 self.config.sliding_window, self._windows = own, windows
+            for router, count in zip(routers, chosen, strict=True):
+                router.top_k = count
 
     def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
         """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
