@@ -311,9 +311,11 @@ def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(ratio, stock_mo
     assert outcome.recomputed == expected.selected
 
 
-def test_a_prompt_of_one_exact_chunk_is_full_prefill(stock_model, tiny_layers):
-    prompt = Prompt([("prefix", random_ids(4, 1)), ("chunk", random_ids(20, 2))])
-    outcome = blend(tiny_layers("qwen3"), prompt, 0.15)
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("question", [[], [5, 6, 7]])
+def test_a_prompt_of_one_exact_chunk_is_full_prefill(rule, question, stock_model, tiny_layers):
+    prompt = Prompt([("prefix", random_ids(4, 1)), ("chunk", random_ids(20, 2)), ("text", question)])
+    outcome = blend(tiny_layers("qwen3"), prompt, 0.15, rule)
     logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
     torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
     assert_same_kv(outcome.fused, kv)
