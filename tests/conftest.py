@@ -139,6 +139,7 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
         },
     ),
     "gemma3": (

@@ -86,6 +86,12 @@ class Reference:
         output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts want a batch dimension
         return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[vocabulary] of the last of `hidden` [T, hidden size]."""
+        logits = self.head(self.decoder.norm(hidden))[-1]
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
     def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Per layer, pre-RoPE k and v of `ids` computed behind `behind` and nothing else."""
         positions = list(range(len(behind) + len(ids)))
@@ -258,10 +264,7 @@ class Reference:
                 hidden, q, k, v = hidden[rows], q[rows], k[rows], v[rows]
             keys[layer][running], values[layer][running] = k, v
             hidden = self.finish(layer, hidden, q, running, keys[layer], values[layer])
-        logits = self.head(self.decoder.norm(hidden))[-1]
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)
 
 
