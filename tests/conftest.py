@@ -25,7 +25,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
-from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.models.gemma3 import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
@@ -35,6 +40,7 @@ from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.siglip import SiglipVisionConfig
 from transformers.utils import logging as transformers_logging
 
 from ragblend.engine.hf.engine import TransformersEngine
@@ -196,6 +202,23 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.mul_(2)
+    return model
+
+
+def make_gemma3_that_sees() -> Any:
+    """The family "gemma3" within the class that reads images too, with an eye of one layer."""
+    config_class, model_class, changes = FAMILIES["gemma3"]
+    text = make_model(config_class, model_class, **changes)
+    eye = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(
+        text_config=text.config, vision_config=eye, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model
 
 

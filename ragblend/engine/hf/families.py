@@ -151,8 +151,14 @@ FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Clipped, W
 def family_of(model: Any) -> Family:
     """How `model` makes keys and values. Raises UnsupportedModelError unless every layer can be fused exactly."""
     refuse_unsupported(model)
-    attention = model.model.layers[0].self_attn
-    return next(family(model.config) for family in FAMILIES if family.fits(attention))
+    attention = text_decoder(model).layers[0].self_attn
+    return next(family(model.config.get_text_config()) for family in FAMILIES if family.fits(attention))
+
+
+def text_decoder(model: Any) -> Any:
+    """A model's decoder: at `.model`, or within it where the model reads images too (Gemma 3). None: neither."""
+    inner = getattr(model, "model", None)
+    return getattr(inner, "language_model", inner)
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
@@ -180,7 +186,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 def refuse_unsupported(model: Any) -> None:
     """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
-    config, name = model.config, type(model).__name__
+    config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     foreign = sorted(kinds - {"full_attention", WINDOWED})
     if getattr(config, "kv_lora_rank", None):
@@ -193,7 +199,7 @@ def refuse_unsupported(model: Any) -> None:
             f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
             f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
         )
-    decoder = getattr(model, "model", None)
+    decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
     if foreign:

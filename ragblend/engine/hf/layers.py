@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
-from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters
+from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
 
 ATTENTION = "ragblend"
@@ -167,10 +167,10 @@ class TransformersLayers:
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval()
-        self.config = model.config
-        self._decoder = model.model
-        self._layers = list(model.model.layers)
-        self._rotary = model.model.rotary_emb
+        self.config = model.config.get_text_config()
+        self._decoder = text_decoder(model)
+        self._layers = list(self._decoder.layers)
+        self._rotary = self._decoder.rotary_emb
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
         ropes = rope_parameters(self.config)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, WINDOWED, make_model
+from conftest import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
 
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.hf.families import layer_windows, refuse_unsupported
@@ -55,6 +55,8 @@ BY_TYPE_ALONE = ("MLA", "recurrent", "convolutions", "blocks", "learned")  # ref
 
 def tiny(row: Row) -> Any:
     """A random model of the row's class: as tests/conftest.py makes the family, or with few dimensions."""
+    if row.class_name == "Gemma3ForConditionalGeneration":
+        return make_gemma3_that_sees()
     model_class = getattr(transformers, row.class_name)
     if any(word in row.difference for word in BY_TYPE_ALONE):
         kinds = {"layer_types": ["conv"] * 32} if row.model == "LFM 2" else {}
@@ -69,7 +71,8 @@ def tiny(row: Row) -> Any:
 def load(model: Any) -> None:
     """As loading does: by its types, then by what it computes."""
     refuse_unsupported(model)
-    self_check(TransformersLayers(model), model.config.vocab_size, "tiny")
+    layers = TransformersLayers(model)
+    self_check(layers, layers.config.vocab_size, "tiny")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
@@ -78,7 +81,7 @@ def test_the_class_is_what_its_row_says(row):
     assert type(model).__name__ == row.class_name
     if row.state != "refused":
         load(model)
-        assert any(layer_windows(model.config)) == (row.state == "windowed")
+        assert any(layer_windows(model.config.get_text_config())) == (row.state == "windowed")
         return
     with pytest.raises(UnsupportedModelError) as error:
         load(model)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WINDOWED
+from conftest import WINDOWED, make_gemma3_that_sees
 from torch import Tensor
 
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.model import model_fingerprint
+from ragblend.engine.hf.model import inspect_model, model_fingerprint
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.store.tiered import disk_tier
@@ -81,6 +81,20 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
             report = engine.generate(PROMPT, rule=rule, recompute_ratio=0.15, max_tokens=2).report
             assert (report.num_chunk_hits, report.num_recomputed_tokens > 0) == (3, True)
         assert report.chunks[0].exact
+
+
+def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_model, make_tokenizer, tmp_path):
+    model = make_gemma3_that_sees()
+    model.config.text_config.sliding_window = 30
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
+    with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
+        for chunk in CHUNKS:
+            engine.precompute(chunk)
+        expected = greedy(stock_model("gemma3"), engine.segmenter.tokenize(PROMPT).token_ids, 8)
+        for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
+            assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
 
 
 @pytest.mark.parametrize("family", WINDOWED)
