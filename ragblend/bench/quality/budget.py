@@ -47,7 +47,6 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     if rule.needs_deviation:
         active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
     asked = rule.probe_layers(checks, costs.num_layers, costs.global_layers) if checks[-1].ratio < 1 else ()
-    carries = rule.carry > 0 and checks[-1].ratio < 1 and active < num_candidates
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):
         cost = float(costs.num_fresh) if asked and 0 < layer <= asked[-1] else 0.0
@@ -55,8 +54,6 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
             cost += active * costs.kv_share
             fixed = fixed or cost
             active = min(active, kept[layer])
-        if carries and layer > 0:
-            cost += active * costs.kv_share
         rows.append(active + cost)
     return charged_budget_at(DEPTH, rows, num_tokens, checks[0].layer, fixed)
 

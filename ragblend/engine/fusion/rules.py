@@ -30,10 +30,9 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 CHECK_LAYER = 1
 
 # Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
-# recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full
-# prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
-ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.55, 0.1
-CARRY_DOUBT = 16  # tokens: so many that tell how far others move are half believed
+# recomputes unless told otherwise, and how much of what those tell the tokens that are kept move by. At 5 % it is
+# closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
+ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -122,7 +121,7 @@ class Rule:
     candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
-    carry: float = 0.0  # share of the recomputed tokens' median change of KV that tokens kept take on: `fuse._carry`
+    carry: float = 0.0  # how much of what recomputed tokens tell (`carry`) the tokens kept move by
     carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
     def candidates(self, ratio: float) -> float:

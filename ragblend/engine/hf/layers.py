@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
-from ragblend.engine.fusion.protocols import FusedLayers, Watch
+from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
 from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
@@ -118,18 +118,22 @@ def _attention(
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
 
-    def __init__(self, fused: FusedLayers, rows: Tensor, end: int) -> None:
+    def __init__(self, fused: FusedLayers, turns: _Turns, told: Told | None = None) -> None:
         super().__init__(layers=[])
         self._fused = fused
-        self._rows = rows
-        self._end = end
+        self._turns = turns
+        self._told = told
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
-        self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
-        return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+        rows, _, end, cos, sin = self._turns
+        if self._told is not None:
+            places, tell = self._told
+            tell(LayerKV(unrotate(key_states[0][:, places], cos[places], sin[places]), value_states[0][:, places]))
+        self._fused.write(layer_idx, rows, key_states[0], value_states[0])
+        return self._fused.keys(layer_idx)[None, :, :end], self._fused.values(layer_idx)[None, :, :end]
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
@@ -230,21 +234,23 @@ class TransformersLayers:
         turns = self._turns_of(rows, self._kinds[layer])
         return unrotate(keys, turns.cos, turns.sin)
 
-    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor, shares: Tensor) -> None:
-        """Add to keys [H, R, D] at positions `rows` [R], in place, their `shares` [R] of `by` [H, 1, D], pre-RoPE."""
+    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
+        """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
         turns = self._turns_of(rows, self._kinds[layer])
-        add_rotated(keys, by, turns.cos, turns.sin, shares)
+        add_rotated(keys, by, turns.cos, turns.sin)
 
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
+    def run_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
+    ) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        end = self._turns_of(rows, self._kinds[layer]).end
-        return self._run(layer, hidden, rows, _RowCache(fused, rows, end), blend_rows=rows)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
-        cache = _RowCache(fused, rows, self._turns_of(rows, self._kinds[layer]).end)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]))
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:

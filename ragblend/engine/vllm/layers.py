@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import Queries, Sight, attend_rows
-from ragblend.engine.fusion.fuse import Run, Told
-from ragblend.engine.fusion.protocols import Watch
+from ragblend.engine.fusion.fuse import Run
+from ragblend.engine.fusion.protocols import Told, Watch
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError

@@ -422,7 +422,7 @@ def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tin
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers):
     """In every layer, or every global one beside windows, over nothing but stale KV; what was run ahead leaves no trace
-    in what is fused then, and the tokens kept move as those have moved that are recomputed."""
+    in what is fused then, and the tokens kept move as those say that are recomputed."""
     prompt, layers = make_prompt(26), tiny_layers(family)
     outcome, asked = blend(layers, prompt, ratio, "ask"), GLOBAL.get(family, range(6))
     expected = attended(stock_model(family), prompt, asked)
@@ -435,11 +435,8 @@ def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, 
     assert 0 < carry <= 1
     judge = Reference(stock_model(family))
     assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, told=outcome.recomputed, carry=carry))
-    deeper = count + count * layers.kv_share
-    rows = [count, *(deeper + QUESTION * (layer <= asked[-1]) for layer in range(1, layers.num_layers))]
-    assert outcome.result.rows_per_layer == pytest.approx(rows), (
-        "the question is charged wherever it ran ahead, and measuring how far tokens move where it is done"
-    )
+    rows = [count, *(count + QUESTION * (layer <= asked[-1]) for layer in range(1, layers.num_layers))]
+    assert outcome.result.rows_per_layer == rows, "the question is charged wherever it ran ahead"
 
 
 @pytest.mark.parametrize("hole", [False, True])
@@ -460,8 +457,7 @@ def test_carrying_moves_neither_what_is_exact_nor_what_is_computed(hole, tiny_la
         assert torch.equal(outcome.fused.values(layer)[:, :exact], without.fused.values(layer)[:, :exact])
     kept = [row for row in range(exact, exact + 20) if row not in outcome.recomputed]
     moved = outcome.fused.values(3)[:, kept] - without.fused.values(3)[:, kept]
-    torch.testing.assert_close(moved, moved[:, :1].expand_as(moved), atol=1e-5, rtol=0)
-    assert moved.abs().max() > 1e-4
+    assert moved.abs().amax((0, 2)).min() > 1e-4, "each of those that are kept is moved"
 
 
 @pytest.mark.parametrize("layer", READ_AT)
