@@ -252,9 +252,9 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
     count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
     if first.ratio >= 1:
         active |= known.mask
-    elif first.ratio > 0 and not plan.rule.needs_deviation:
+    elif count and not plan.rule.needs_deviation:
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
-    elif first.ratio > 0:
+    elif count:
         # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
         share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
         active[_most_attended(plan, known, rows, max(count, share))] = True

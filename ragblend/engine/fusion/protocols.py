@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -104,3 +105,6 @@ class CheckableModel(PackingModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
+    def as_checked(
+        self, window: int
+    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows

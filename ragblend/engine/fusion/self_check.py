@@ -17,6 +17,7 @@ from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
 from ragblend.errors import UnsupportedModelError
 
 PREFIX_TOKENS, NUM_CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS = 5, 3, 24, 7
+WINDOW_TOKENS = 16  # of layers with a sliding window, for the check: less than a chunk
 
 # Largest deviation allowed, as a share of the largest reference value. A wrong rotation, mask or projection is off
 # by more than a tenth; rounding in half precision stays below a twentieth, in float32 far below a thousandth.
@@ -41,13 +42,15 @@ def self_check(model: CheckableModel, vocabulary: int, name: str) -> None:
     """
     tolerance = TOLERANCE[model.like.dtype]
     try:
-        gates = _gates(model, vocabulary)
+        with model.as_checked(WINDOW_TOKENS):
+            gates = _gates(model, vocabulary)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} has layers that cannot be run one at a time ({type(error).__name__}: {error}). "
-            "Use a decoder of full attention layers with RoPE: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma or a relative"
+            "Use a decoder of attention layers with RoPE: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, gpt-oss or a "
+            "relative"
         ) from error
     for gate, deviation in gates.items():
         if not deviation <= tolerance:  # NaN fails too

@@ -7,20 +7,22 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ragblend.engine.fusion.attention import Queries, attend_rows
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
-from ragblend.engine.fusion.rope import add_rotated, exact_context, rotate, unrotate
-from ragblend.engine.hf.families import family_of, rope_parameters
+from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
 
 ATTENTION = "ragblend"
@@ -37,10 +39,12 @@ class Packed(NamedTuple):
     spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
 
 
-def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None) -> Tensor:
+def attend_packed(
+    query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None, sight: Sight = PLAIN
+) -> Tensor:
     """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
 
-    Each row sees the prefix, and its own chunk up to itself. Returns [1, Hq, R, D].
+    Each row sees the prefix, and its own chunk up to itself, of both what is within its window. Returns [1, Hq, R, D].
     """
     outputs = []
     for span in packed.spans:
@@ -49,8 +53,27 @@ def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, s
             for before, fresh in zip(packed.prefix, (keys, values), strict=True)
         ]
         rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
-        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale))
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
     return torch.cat(outputs, dim=2)
+
+
+def attend_as_written(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
+
+    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool; None is causal.
+    """
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if seen is None:
+        seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
+    outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
+    for start in range(0, num_rows, most):
+        part = seen[:, :, start : start + most]
+        hidden = torch.zeros_like(part, dtype=query.dtype).masked_fill_(~part, torch.finfo(query.dtype).min)
+        outputs.append(attend(module, query[:, :, start : start + most], key, value, hidden, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
 
 
 def _attention(
@@ -64,22 +87,32 @@ def _attention(
     blend_rows: Tensor | None = None,
     blend_watch: Watch | None = None,
     blend_packed: Packed | None = None,
+    blend_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks."""
+    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks.
+
+    Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
+    """
+    sight = Sight(blend_window, softcap, s_aux)
     if blend_packed is not None:
-        return attend_packed(query, key, value, blend_packed, scaling).transpose(1, 2).contiguous(), None
+        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_rows is None and (softcap is not None or s_aux is not None):
+        bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+        return attend_as_written(module, query, key, value, attention_mask, scaling=scaling, **bends), None
     if blend_rows is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
     if blend_watch is not None:
-        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
         watched = blend_watch(queries, key[0], value[0])
         if watched is not None:
             return watched[None].transpose(1, 2).contiguous(), None
-    return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
+    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -95,7 +128,7 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
-        rows, end, cos, sin = self._turns
+        rows, _, end, cos, sin = self._turns
         if self._told is not None:
             places, tell = self._told
             tell(LayerKV(unrotate(key_states[0][:, places], cos[places], sin[places]), value_states[0][:, places]))
@@ -123,6 +156,7 @@ class _Turns(NamedTuple):
     """The rotation of some rows."""
 
     rows: Tensor  # positions [R]
+    kind: str  # of layers, where they turn by angles of their own
     end: int  # position after the highest of them
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
@@ -137,13 +171,20 @@ class TransformersLayers:
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval()
-        self.config = model.config
-        self._decoder = model.model
-        self._layers = list(model.model.layers)
-        self._rotary = model.model.rotary_emb
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.config = model.config.get_text_config()
+        self._decoder = text_decoder(model)
+        self._layers = list(self._decoder.layers)
+        self._rotary = self._decoder.rotary_emb
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
-        self.context_length = exact_context(rope_parameters(self.config), self.config.max_position_embeddings)
+        ropes = rope_parameters(self.config)
+        self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
+        self._turns_kept = TURNS_KEPT * len(ropes)
+        self.context_length = context_length(self.config)
+        self._windows = layer_windows(self.config)
+        seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
+        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        """The layers that see everything, where others see a window only; () where all are alike."""
         self.head_dim = self._family.head_dim
         self.kv_shapes = [(self._family.num_kv_heads, self.head_dim, self.head_dim)] * len(self._layers)
         kv_modules = self._family.projections(self._layers[0].self_attn)
@@ -185,36 +226,38 @@ class TransformersLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
-        turns = self._turns_of(rows)
+        turns = self._turns_of(rows, self._kinds[layer])
         return rotate(keys, turns.cos, turns.sin)
 
     def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
-        turns = self._turns_of(rows)
+        turns = self._turns_of(rows, self._kinds[layer])
         return unrotate(keys, turns.cos, turns.sin)
 
     def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
         """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
-        turns = self._turns_of(rows)
+        turns = self._turns_of(rows, self._kinds[layer])
         add_rotated(keys, by, turns.cos, turns.sin)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
     ) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        return self._run(layer, hidden, rows, _RowCache(fused, self._turns_of(rows), told), blend_rows=rows)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
-        cache = _RowCache(fused, self._turns_of(rows))
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]))
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """The decoder layer itself over `rows`; `how` is for `_attention`."""
-        turns = self._turns_of(rows)
-        embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
+        turns = self._turns_of(rows, self._kinds[layer])
+        width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
+        embeddings = (turns.cos[None, :, :width].to(hidden.dtype), turns.sin[None, :, :width].to(hidden.dtype))
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
@@ -222,6 +265,7 @@ class TransformersLayers:
             past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings,
+            blend_window=self._windows[layer],
             **how,
         )
         hidden = output[0] if isinstance(output, tuple) else output
@@ -231,7 +275,7 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
     ) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        hidden, keys = self._tapped(layer, len(rows), lambda: self.run_layer(layer, hidden, rows, fused))
+        hidden, keys = self._tapped(layer, lambda: self.run_layer(layer, hidden, rows, fused))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
@@ -244,57 +288,85 @@ class TransformersLayers:
         """
         length, cache = prefix.length, _PackedCache()
         packed = Packed(LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length]), spans)
-        hidden, keys = self._tapped(
-            layer, len(rows), lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
-        )
+        hidden, keys = self._tapped(layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed))
         return hidden, LayerKV(keys, cache.values)
 
-    def _tapped(self, layer: int, num_rows: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def _tapped(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
-        source = next(getattr(attention, name) for name in self._family.tapped if hasattr(attention, name))
+        source = getattr(attention, self._family.tapped)
         hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
         try:
             hidden = run()
         finally:
             hook.remove()
-        keys = self._family.tapped_keys(tapped[0][0], num_rows)  # without the batch dimension
+        keys = self._family.tapped_keys(attention, tapped[0][0])  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [R, vocabulary] in float32."""
         logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._family.logits_scaling
+        softcap = self._family.logits_softcap
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
-        output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
+        # A cache that knows no config: transformers' own forgets what has left a layer's window.
+        output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
 
-    def _turns_of(self, rows: Tensor) -> _Turns:
-        """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""
+    @contextmanager
+    def as_checked(self, window: int) -> Iterator[None]:
+        """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
+
+        And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
+        """
+        own, windows = getattr(self.config, "sliding_window", None), self._windows
+        routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
+        routers = [] if self.dtype == torch.float32 else routers
+        chosen = [router.top_k for router in routers]
+        if any(windows):
+            self.config.sliding_window = window  # from which transformers makes its masks
+            self._windows = tuple(window if each is not None else None for each in windows)
+        for router in routers:
+            router.top_k = router.num_experts
+        try:
+            yield
+        finally:
+            if any(windows):
+                self.config.sliding_window, self._windows = own, windows
+            for router, count in zip(routers, chosen, strict=True):
+                router.top_k = count
+
+    def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
+        """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
         remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
         for turns in remembered:
-            if turns.rows is rows:
+            if turns.rows is rows and turns.kind == kind:
                 return turns
         end = int(rows.max()) + 1 if len(rows) else 1  # packed chunks count anew: the last row need not be the highest
-        cos, sin = self._rope(end)
-        turns = _Turns(rows, end, cos[rows], sin[rows])
-        self._turns = (turns, *remembered[: TURNS_KEPT - 1])
+        cos, sin = self._rope(end, kind)
+        turns = _Turns(rows, kind, end, cos[rows], sin[rows])
+        self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 
-    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+    def _rope(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
         """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        known = self._tables
+        known = self._tables.get(kind)
         if known is None or known[0].shape[0] < length:
             # Doubling keeps re-computation rare while decoding moves one position at a time.
             size = min(max(2 * length, 512), max(self.context_length, length))
             positions = torch.arange(size, device=self.device)[None]
             dummy = torch.empty(0, dtype=torch.float32, device=self.device)
-            cos, sin = self._rotary(dummy, position_ids=positions)
-            known = self._tables = (cos[0], sin[0])
+            which = {"layer_type": kind} if kind else {}
+            cos, sin = (table[0] for table in self._rotary(dummy, position_ids=positions, **which))
+            if self._family.half_tables:
+                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+            known = self._tables[kind] = (cos, sin)
         return known
 
 

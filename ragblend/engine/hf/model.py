@@ -129,7 +129,8 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
         ) from error
     refuse_unsupported(model)
     count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {config.max_position_embeddings} tokens of context"
+    context = config.get_text_config().max_position_embeddings
+    return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {context} tokens of context"
 
 
 def find_model(model: str, weights: bool = True) -> Path:
