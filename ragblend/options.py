@@ -6,7 +6,7 @@ models and vLLM's connector take their fields from here. Knows values, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
@@ -125,6 +125,92 @@ class TierKeywords(TypedDict, total=False):
     remote: str | None
     remote_timeout_s: float
     kv_dtype: KvDtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is found and loaded, by the names that transformers has for it. Checked at birth; `of` reads more.
+
+    `device` is one place, `device_map` what transformers decides that place by ("auto", a device, or a dictionary that
+    names one): the layers are run one at a time over KV on one device, so a map that splits them is refused.
+    `attn_implementation` is for the model's own forward: mode "full", shadow and the check at loading. Blending brings
+    its own attention, because no other lets rows that are not neighbours see what is before them and nothing else.
+    `model_kwargs` go to `from_pretrained`: quantization_config, token, and fields of config.json, which count as the
+    model's identity.
+    """
+
+    dtype: str = option(
+        "auto", "auto, float32, bfloat16 or float16.", one_of("auto", "float32", "bfloat16", "float16")
+    )  # auto: the checkpoint's, float32 on CPU
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    device_map: str | int | Mapping[str, Any] | None = None
+    attn_implementation: str | None = None
+    revision: str | None = option(None, "Branch, tag or commit of a Hugging Face repo.")
+    cache_dir: str | None = option(None, "Where downloads of Hugging Face repos are kept.")
+    local_files_only: bool = option(False, "Download nothing.")
+    trust_remote_code: bool = option(False, "Run code of the model's repo.", flag="--trust-remote-code")
+    model_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError(
+                f"device is {self.device!r} and device_map {self.device_map!r}; give one of them, both choose the place"
+            )
+
+    @classmethod
+    def of(cls, **given: Any) -> ModelOptions:
+        """Options as people write them: `torch_dtype` for `dtype`, a torch.dtype, torch.device or device number, and
+        any of them inside `model_kwargs`. Raises UsageError where one is said twice."""
+        kwargs = dict(given.pop("model_kwargs", None) or {})
+        inside = {name: kwargs.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in kwargs}
+        said: dict[str, Any] = {"model_kwargs": kwargs or None}
+        for name, value in [*given.items(), *inside.items()]:
+            known = "dtype" if name == "torch_dtype" else name
+            if value is None or (known in ("dtype", "device") and value == "auto"):
+                continue
+            value = _plain(known, value)
+            if said.get(known, value) != value:
+                raise UsageError(f"{known} is both {said[known]!r} and {value!r}; say it once")
+            said[known] = value
+        return cls(**said)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A torch.dtype, torch.device, number of a GPU or path as the text that names it."""
+    if name == "device" and isinstance(value, int):
+        return "cpu" if value < 0 else f"cuda:{value}"  # as in transformers' pipelines
+    if name == "dtype":
+        return str(value).removeprefix("torch.")
+    is_plain = isinstance(value, str | int | Mapping)
+    return value if is_plain or name == "model_kwargs" else str(value)
+
+
+MODEL_NAMES = tuple(each.name for each in fields(ModelOptions))
+
+
+class ModelKeywords(TypedDict, total=False):
+    """Keyword arguments that are ModelOptions, as people write them (see `ModelOptions.of`), for type checkers."""
+
+    dtype: Any
+    torch_dtype: Any
+    device: Any
+    device_map: Any
+    attn_implementation: str | None
+    revision: str | None
+    cache_dir: Any
+    local_files_only: bool
+    trust_remote_code: bool
+    model_kwargs: Mapping[str, Any] | None
+
+
+class LoadKeywords(TierKeywords, ModelKeywords, total=False):
+    """Keyword arguments that are ModelOptions or TierOptions, for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -798,6 +798,32 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
     chat.engine.close()
 
 
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_path: Path) -> None:
+    model = kind(store=tmp_path, torch_dtype="bfloat16", device_map="cpu", model_kwargs={"token": "hf_secret"})
+    assert str(model.engine.layers.dtype) == "torch.bfloat16"
+    assert (model.dtype, kind(store=tmp_path, dtype=model.engine.layers.dtype, device_map="cpu").dtype) == (
+        "bfloat16", "bfloat16",
+    )  # fmt: skip
+    assert "hf_secret" not in f"{model!r} {model.model_dump()} {model._identifying_params}"
+    assert model.configurable_fields(dtype=ConfigurableField("d")) is not None
+    model.engine.close()
+    with pytest.raises(ValidationError, match="dtype is 'float8'; choose one of auto"):
+        kind(torch_dtype="float8")
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_the_ingestion_context_is_a_field(kind: Any, tmp_path: Path) -> None:
+    model = kind(store=tmp_path, context="fixed")
+    assert model.engine.context == "fixed"
+    precompute_and_register([A], model)
+    assert model.engine.is_stored(Chunk(A, context="fixed"))
+    assert kind(store=tmp_path, context="none").engine is not model.engine
+    model.engine.close()
+    with pytest.raises(ValidationError, match="'none', 'neighbour', 'fixed' or 'similar'"):
+        kind(store=tmp_path / "other", context="some")
+
+
 def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
     options = {"memory_gib": 0, "disk_gib": 2, "kv_dtype": "int8", "shadow": 1.0}
     llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)

@@ -7,7 +7,9 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import Queries, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
@@ -64,15 +67,14 @@ def _attention(
     blend_rows: Tensor | None = None,
     blend_watch: Watch | None = None,
     blend_packed: Packed | None = None,
+    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks."""
+    """The model's own attention `whole`, except where a layer is run over scattered rows or packed chunks."""
     if blend_packed is not None:
         return attend_packed(query, key, value, blend_packed, scaling).transpose(1, 2).contiguous(), None
     if blend_rows is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     if blend_watch is not None:
         queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -80,6 +82,21 @@ def _attention(
         if watched is not None:
             return watched[None].transpose(1, 2).contiguous(), None
     return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
+
+
+def _plug_in(model: Any) -> None:
+    """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
+    own = model.config._attn_implementation or "sdpa"
+    if own.startswith(ATTENTION):  # another engine's: both do the same
+        return
+    whole = ALL_ATTENTION_FUNCTIONS.get(own, None)
+    if whole is None:  # each family has an eager one of its own
+        attention = model.model.layers[0].self_attn
+        whole = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", sdpa_attention_forward)
+    name = f"{ATTENTION}_{own}"
+    AttentionInterface.register(name, partial(_attention, whole=whole))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    model.set_attn_implementation(name)
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -129,9 +146,7 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
-        AttentionInterface.register(ATTENTION, _attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.set_attn_implementation(ATTENTION)
+        _plug_in(model)
         self.model = model.eval()
         self.config = model.config
         self._decoder = model.model

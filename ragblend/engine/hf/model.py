@@ -22,10 +22,12 @@ from ragblend.engine.store.keys import default_digest_cache, digest_files, finge
 from ragblend.engine.store.kv import DTYPES, dtype_name
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
+from ragblend.options import ModelOptions
 
 log = logging.getLogger(__name__)
 
 DEMO = "demo"
+AS_IT_IS = ModelOptions()
 CHECKSUMS = "SHA256SUMS"
 """Of the embedded model's files, as `sha256sum --check` reads it."""
 _REINSTALL = "install it again: pip install --force-reinstall --no-deps ragblend"
@@ -60,54 +62,156 @@ IRRELEVANT_FIELDS = frozenset(
 )  # fmt: skip
 
 
+# What `from_pretrained` may be told that leaves the KV as it is.
+_IRRELEVANT_ARGUMENTS = frozenset(
+    {"token", "force_download", "proxies", "max_memory", "offload_folder", "offload_buffers", "low_cpu_mem_usage"}
+    | {"disable_mmap", "weights_only", "use_safetensors", "generation_config", "tqdm_class"}
+)
+_ARGUMENTS = _IRRELEVANT_ARGUMENTS | {"quantization_config"}  # the others may be fields of config.json
+_REFUSED_ARGUMENTS = {
+    "state_dict": "load it yourself and hand over the pair: load_engine((model, tokenizer))",
+    "subfolder": "give the path of the folder itself, or a repo that has the model at its top",
+    "config": "give its fields by name, such as model_kwargs={'sliding_window': None}",
+    "tp_plan": "one model is on one device here; for several use backend='vllm' with tensor_parallel_size",
+    "tp_size": "one model is on one device here; for several use backend='vllm' with tensor_parallel_size",
+    "distributed_config": "one model is on one device here; for several use backend='vllm' with tensor_parallel_size",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, its tokenizer, where it came from and its fingerprint."""
+    """A model in memory, its tokenizer, where it came from, if that is known, and its fingerprint."""
 
     model: Any
     tokenizer: Any
     name: str
-    path: Path
+    path: Path | None
     fingerprint: str
 
 
-def load_model(model: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
-    """Load `model` in `dtype` on `device`. Remote code stays off unless `trust_remote_code`.
+def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
+    """Load `model` as `options` say. Remote code stays off unless `trust_remote_code`.
 
-    Raises NotFoundError when it is neither "demo", nor a directory, nor a model that Hugging Face can give us, and
-    UnsupportedModelError for architectures that are no causal decoder or need remote code.
+    Raises NotFoundError when it is neither "demo", nor a directory or GGUF, nor a model that Hugging Face can give us,
+    UnsupportedModelError for architectures that are no causal decoder or need remote code, and UsageError for options
+    that cannot work.
     """
-    place = find_device(device)
-    path = find_model(model)
+    kwargs = _checked_kwargs(options)
+    place, device_map = _device_of(options)
+    path = find_model(model, options=options)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    source = _source(path)
+    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        kind = _dtype(dtype, config, place)
+        fields = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+        config, unused = AutoConfig.from_pretrained(**source, **trust, **fields, return_unused_kwargs=True)
+        overrides = {name: value for name, value in fields.items() if name not in unused}
+        kwargs = {name: value for name, value in kwargs.items() if name not in overrides}
+        variant = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT_ARGUMENTS}
+        kind = _dtype(options.dtype, config, place)
+        if device_map is None and (is_quantised(config) or "quantization_config" in kwargs):
+            device_map = {"": place}  # they are quantised where they are to stay, and some cannot be moved
+        if options.attn_implementation is not None:
+            kwargs["attn_implementation"] = options.attn_implementation
         with _no_bars():
             weights = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=kind, trust_remote_code=trust_remote_code, use_safetensors=True
-            )
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+                **source, **trust, config=config, dtype=kind, device_map=device_map,
+                **({} if "gguf_file" in source else {"use_safetensors": True}), **kwargs,
+            )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(**source, **trust)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"{model} cannot be loaded as a causal language model: {error}. ragblend needs safetensors weights of a "
-            "decoder such as Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma; see `ragblend doctor`"
+            f"{model} cannot be loaded as a causal language model: {error}. ragblend needs safetensors weights, or a "
+            "GGUF, of a decoder such as Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma; see `ragblend doctor`"
         ) from error
-    weights = weights.to(place).eval()
-    name = DEMO if model == DEMO else str(model).rstrip("/")
-    return LoadedModel(weights, tokenizer, name, path, model_fingerprint(path, dtype_name(kind)))
+    refuse_split(weights, model)
+    if device_map is None:
+        weights = weights.to(place)
+    mark = model_fingerprint(path, dtype_name(kind) + _suffix(variant), overrides)
+    return LoadedModel(weights.eval(), tokenizer, model_name(model), path, mark)
 
 
-def load_tokenizer(model: str, trust_remote_code: bool = False) -> tuple[Any, Path]:
-    """The tokenizer of `model` and the checkpoint's directory, without its weights."""
-    path = find_model(model, weights=False)
+def model_name(model: str) -> str:
+    """What a model is called in messages and reports."""
+    return DEMO if model == DEMO else str(model).rstrip("/")
+
+
+def load_tokenizer(model: str, options: ModelOptions = AS_IT_IS) -> tuple[Any, Path]:
+    """The tokenizer of `model` and the checkpoint's directory or GGUF, without its weights."""
+    path = find_model(model, weights=False, options=options)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code), path
-    except (ValueError, KeyError, OSError) as error:
+        return AutoTokenizer.from_pretrained(**_source(path), trust_remote_code=options.trust_remote_code), path
+    except (ValueError, KeyError, OSError, ImportError) as error:
         raise UnsupportedModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether a config says that its weights are stored in few bits, and stay so when they are loaded."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def refuse_split(model: Any, name: str) -> None:
+    """Raise UsageError for a model whose layers are on several devices, or not in memory."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    places |= {str(parameter.device) for parameter in model.parameters()} if len(places) < 2 else set()
+    kinds = {"cuda:" + place if place.isdecimal() else place for place in places}
+    if len(kinds) > 1 or kinds & {"meta", "disk"}:
+        raise UsageError(
+            f"{name} is spread over {', '.join(sorted(kinds))}: its layers are run one at a time over KV on one "
+            "device, so all of it has to be on that. Choose device='cuda' or 'cpu', a smaller dtype or quantised weights, or "
+            "several GPUs by backend='vllm' with vllm_options={'tensor_parallel_size': 2}"
+        )
+
+
+def _checked_kwargs(options: ModelOptions) -> dict[str, Any]:
+    """`model_kwargs`; raises UsageError for those that would not do what they say."""
+    kwargs = dict(options.model_kwargs or {})
+    for name, way_out in _REFUSED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            raise UsageError(f"model_kwargs has {name}, which ragblend cannot use: {way_out}")
+    if kwargs.pop("use_safetensors", True) is False:
+        raise UsageError(
+            "model_kwargs has use_safetensors=False: pickled weights can run code and are not read; convert them with "
+            "save_pretrained, which writes safetensors"
+        )
+    return kwargs
+
+
+def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
+    """Where the model is to be, and the map by which transformers puts it there; None: it is moved there."""
+    asked = options.device_map
+    if isinstance(asked, Mapping):
+        places = sorted({str(place) for place in asked.values()})
+        if len(places) != 1:
+            raise UsageError(
+                f"device_map spreads the model over {', '.join(places) or 'nothing'}: its layers are run one at a time "
+                "over KV on one device. Name one for all of it, {'': 'cuda:0'}; or, for several GPUs, backend='vllm'"
+            )
+        asked = places[0]
+    if asked in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return find_device("auto"), asked
+    named = ModelOptions.of(device=asked).device if asked is not None else options.device
+    return find_device(f"cuda:{named}" if named.isdecimal() else named), None
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """A checkpoint's directory, or a GGUF, as `from_pretrained` takes it."""
+    if path.is_dir():
+        return {"pretrained_model_name_or_path": path}
+    return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+
+
+def _suffix(variant: Mapping[str, Any]) -> str:
+    """What tells a model that was loaded with such arguments from one that was loaded as it is."""
+    if not variant:
+        return ""
+    shown = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in variant.items()}
+    return "+" + json.dumps(shown, sort_keys=True, default=str)
 
 
 def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
@@ -132,29 +236,58 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
     return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {config.max_position_embeddings} tokens of context"
 
 
-def find_model(model: str, weights: bool = True) -> Path:
+def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_IS) -> Path:
     """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id.
 
-    Without `weights` only the tokenizer and the configuration are downloaded.
+    Without `weights` only the tokenizer and the configuration are downloaded. `options`: revision, cache_dir,
+    local_files_only, and a token in model_kwargs, for Hugging Face.
     """
     if model == DEMO:
         return _demo_checkpoint()
     path = Path(model).expanduser()
+    is_path = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and options.revision is not None:
+        raise UsageError(f"revision is {options.revision!r}, and {model} is a path; it picks a version of a repo")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NotFoundError(f"{model} has no config.json; point to the directory that save_pretrained wrote")
         return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_path:
         raise NotFoundError(f"no model directory at {model}; give a Hugging Face id, a local path or 'demo'")
     from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
+    with _from_hub(model, options):
+        return Path(snapshot_download(model, allow_patterns=patterns, **_hub(options)))
+
+
+def _hub(options: ModelOptions) -> dict[str, Any]:
+    """What a download from Hugging Face is told."""
+    return {
+        "revision": options.revision,
+        "cache_dir": options.cache_dir,
+        "local_files_only": options.local_files_only,
+        "token": (options.model_kwargs or {}).get("token"),
+    }
+
+
+@contextmanager
+def _from_hub(model: str, options: ModelOptions) -> Iterator[None]:
+    """Raise NotFoundError for whatever keeps a repo from being read."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.model", "*.jinja", "*.txt"]
-        return Path(snapshot_download(model, allow_patterns=[*patterns, "*.safetensors"] if weights else patterns))
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        version = f", revision {options.revision!r}," if options.revision else ""
+        place = options.cache_dir or "the cache of Hugging Face"
+        if options.local_files_only:
+            raise NotFoundError(
+                f"model {model!r}{version} is not in {place}, and local_files_only forbids to download it; leave that "
+                "out, or use the embedded one: --model demo"
+            ) from error
         raise NotFoundError(
-            f"model {model!r} is neither here nor on Hugging Face ({type(error).__name__}). "
+            f"model {model!r}{version} is neither here nor on Hugging Face ({type(error).__name__}). "
             "Check the name and the network, or use the embedded one: --model demo"
         ) from error
 

@@ -18,7 +18,7 @@ from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokeni
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UsageError
-from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, RatioChoice
+from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
 
@@ -157,7 +157,7 @@ def transfer_config(
     besides; None: what the store remembers.
     """
     extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
-    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
     extra["context_ids"] = list(segmenter.fixed_ids)
