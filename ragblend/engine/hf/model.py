@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ragblend.engine.hf.gguf import Named, dequantised, named_gguf, refuse_unread_rope, require_gguf, without_bar
 from ragblend.engine.store.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.store.kv import DTYPES, dtype_name
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
@@ -62,6 +64,12 @@ IRRELEVANT_FIELDS = frozenset(
 )  # fmt: skip
 
 
+# What transformers raises for a checkpoint that it cannot read, damaged files included.
+UNREADABLE = (
+    ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, OSError, ImportError, RuntimeError,
+    struct.error,
+)  # fmt: skip
+
 # What `from_pretrained` may be told that leaves the KV as it is.
 _IRRELEVANT_ARGUMENTS = frozenset(
     {"token", "force_download", "proxies", "max_memory", "offload_folder", "offload_buffers", "low_cpu_mem_usage"}
@@ -99,6 +107,8 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     kwargs = _checked_kwargs(options)
     place, device_map = _device_of(options)
     path = find_model(model, options=options)
+    if path.is_file():
+        require_gguf()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = _source(path)
@@ -110,23 +120,28 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         kwargs = {name: value for name, value in kwargs.items() if name not in overrides}
         variant = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT_ARGUMENTS}
         kind = _dtype(options.dtype, config, place)
+        if path.is_file():
+            refuse_unread_rope(path, config)
         if device_map is None and (is_quantised(config) or "quantization_config" in kwargs):
             device_map = {"": place}  # they are quantised where they are to stay, and some cannot be moved
         if options.attn_implementation is not None:
             kwargs["attn_implementation"] = options.attn_implementation
-        with _no_bars():
+        with _no_bars(), without_bar() if path.is_file() else nullcontext():
             weights = AutoModelForCausalLM.from_pretrained(
                 **source, **trust, config=config, dtype=kind, device_map=device_map,
-                **({} if "gguf_file" in source else {"use_safetensors": True}), **kwargs,
+                **(dequantised() if path.is_file() else {"use_safetensors": True}), **kwargs,
             )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(**source, **trust)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UnsupportedModelError):
         raise
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError, TypeError) as error:
+    except UNREADABLE as error:
         raise UnsupportedModelError(
             f"{model} cannot be loaded as a causal language model: {error}. ragblend needs safetensors weights, or a "
             "GGUF, of a decoder such as Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma; see `ragblend doctor`"
         ) from error
+    if path.is_file():  # both say what the file has, and the weights are plain by now
+        weights.hf_quantizer = None
+        vars(weights.config).pop("quantization_config", None)
     refuse_split(weights, model)
     if device_map is None:
         weights = weights.to(place)
@@ -142,11 +157,13 @@ def model_name(model: str) -> str:
 def load_tokenizer(model: str, options: ModelOptions = AS_IT_IS) -> tuple[Any, Path]:
     """The tokenizer of `model` and the checkpoint's directory or GGUF, without its weights."""
     path = find_model(model, weights=False, options=options)
+    if path.is_file():
+        require_gguf()
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(**_source(path), trust_remote_code=options.trust_remote_code), path
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except UNREADABLE as error:
         raise UnsupportedModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
 
 
@@ -163,14 +180,15 @@ def refuse_split(model: Any, name: str) -> None:
     if len(kinds) > 1 or kinds & {"meta", "disk"}:
         raise UsageError(
             f"{name} is spread over {', '.join(sorted(kinds))}: its layers are run one at a time over KV on one "
-            "device, so all of it has to be on that. Choose device='cuda' or 'cpu', a smaller dtype or quantised weights, or "
-            "several GPUs by backend='vllm' with vllm_options={'tensor_parallel_size': 2}"
+            "device, so all of it has to be on that. Choose device='cuda' or 'cpu', a smaller dtype or quantised weights, "
+            "or several GPUs by backend='vllm' with vllm_options={'tensor_parallel_size': 2}"
         )
 
 
 def _checked_kwargs(options: ModelOptions) -> dict[str, Any]:
     """`model_kwargs`; raises UsageError for those that would not do what they say."""
     kwargs = dict(options.model_kwargs or {})
+    kwargs.pop("gguf_file", None)  # `find_model` has it
     for name, way_out in _REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise UsageError(f"model_kwargs has {name}, which ragblend cannot use: {way_out}")
@@ -223,11 +241,13 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
 
     from ragblend.engine.hf.families import refuse_unsupported
 
+    if path.is_file():
+        require_gguf()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(**_source(path), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except UNREADABLE as error:
         raise UnsupportedModelError(
             f"{path.name} is no causal language model transformers can build: {error}"
         ) from error
@@ -237,20 +257,27 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
 
 
 def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_IS) -> Path:
-    """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id.
+    """Directory of a checkpoint: the embedded demo model, a local path, or a download of a Hugging Face id; or a GGUF:
+    "file.gguf", "repo:file.gguf", "directory:file.gguf".
 
     Without `weights` only the tokenizer and the configuration are downloaded. `options`: revision, cache_dir,
     local_files_only, and a token in model_kwargs, for Hugging Face.
     """
     if model == DEMO:
         return _demo_checkpoint()
+    inside = (options.model_kwargs or {}).get("gguf_file")  # transformers' way to say it
+    gguf = named_gguf(f"{model}:{inside}" if inside else model)
+    if gguf is not None:
+        return _find_gguf(model, gguf, options)
     path = Path(model).expanduser()
     is_path = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
     if is_path and options.revision is not None:
         raise UsageError(f"revision is {options.revision!r}, and {model} is a path; it picks a version of a repo")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise NotFoundError(f"{model} has no config.json; point to the directory that save_pretrained wrote")
+            files = sorted(each.name for each in path.glob("*.gguf"))
+            way_out = f"name the GGUF: {path / files[0]}" if files else "point to the directory of save_pretrained"
+            raise NotFoundError(f"{model} has no config.json; {way_out}")
         return path
     if is_path:
         raise NotFoundError(f"no model directory at {model}; give a Hugging Face id, a local path or 'demo'")
@@ -259,6 +286,22 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     with _from_hub(model, options):
         return Path(snapshot_download(model, allow_patterns=patterns, **_hub(options)))
+
+
+def _find_gguf(model: str, named: Named, options: ModelOptions) -> Path:
+    """The file on this machine, downloaded if it is a repo's."""
+    folder = Path(named.place).expanduser()
+    path = folder / named.file if named.place else Path(named.file).expanduser()
+    if path.is_file() or not named.place or folder.is_dir():
+        if not path.is_file():
+            raise NotFoundError(f"no GGUF at {path}; give a file, or one of a Hugging Face repo: ORG/REPO:{path.name}")
+        if options.revision is not None:
+            raise UsageError(f"revision is {options.revision!r}, and {path} is a path; it picks a version of a repo")
+        return path
+    from huggingface_hub import hf_hub_download
+
+    with _from_hub(model, options):
+        return Path(hf_hub_download(named.place, named.file, **_hub(options)))
 
 
 def _hub(options: ModelOptions) -> dict[str, Any]:
@@ -309,6 +352,8 @@ def _demo_checkpoint() -> Path:
 def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | None = None) -> str:
     """Fingerprint of the checkpoint at `path` as it computes in `dtype`: weight bytes, architecture, RoPE, and the code
     of a model that brings its own. `overrides`: config fields that are not as the file has them."""
+    if path.is_file():  # a GGUF has its config inside
+        return fingerprint(digest_files([path], default_digest_cache()), {"gguf": True, **(overrides or {})}, dtype)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise UnsupportedModelError(f"{path} has no *.safetensors weights; convert them with save_pretrained")
