@@ -149,6 +149,7 @@ class ModelOptions:
     cache_dir: str | None = option(None, "Where downloads of Hugging Face repos are kept.")
     local_files_only: bool = option(False, "Download nothing.")
     trust_remote_code: bool = option(False, "Run code of the model's repo.", flag="--trust-remote-code")
+    adapter: str | None = option(None, "A LoRA adapter on the model: a directory or a Hugging Face id.")
     model_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -206,6 +207,7 @@ class ModelKeywords(TypedDict, total=False):
     cache_dir: Any
     local_files_only: bool
     trust_remote_code: bool
+    adapter: Any
     model_kwargs: Mapping[str, Any] | None
 
 

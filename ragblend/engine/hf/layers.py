@@ -23,8 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragblend.engine.fusion.attention import Queries, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Watch
 from ragblend.engine.fusion.rope import add_rotated, exact_context, rotate, unrotate
+from ragblend.engine.hf.adapters import adapters_at_work
 from ragblend.engine.hf.families import family_of, rope_parameters
 from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import RagblendError
 
 ATTENTION = "ragblend"
 
@@ -153,6 +155,7 @@ class TransformersLayers:
         self._layers = list(model.model.layers)
         self._rotary = model.model.rotary_emb
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._adapters = adapters_at_work(model) if getattr(model, "peft_config", None) else ""
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
         self.context_length = exact_context(rope_parameters(self.config), self.config.max_position_embeddings)
         self.head_dim = self._family.head_dim
@@ -185,8 +188,18 @@ class TransformersLayers:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
+        if self._adapters:
+            self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
         return hidden
+
+    def _check_adapters(self) -> None:
+        """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
+        if adapters_at_work(self.model) != self._adapters:
+            raise RagblendError(
+                "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
+                "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
+            )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
@@ -278,6 +291,8 @@ class TransformersLayers:
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        if self._adapters:
+            self._check_adapters()
         output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers

@@ -10,7 +10,7 @@ import logging
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ragblend.engine.hf.adapters import adapter_mark, base_of, is_adapter, with_adapter
 from ragblend.engine.hf.gguf import Named, dequantised, named_gguf, refuse_unread_rope, require_gguf, without_bar
 from ragblend.engine.store.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.store.kv import DTYPES, dtype_name
@@ -79,6 +80,7 @@ _ARGUMENTS = _IRRELEVANT_ARGUMENTS | {"quantization_config"}  # the others may b
 _REFUSED_ARGUMENTS = {
     "state_dict": "load it yourself and hand over the pair: load_engine((model, tokenizer))",
     "subfolder": "give the path of the folder itself, or a repo that has the model at its top",
+    "adapter_kwargs": "name the adapter itself: adapter='DIRECTORY'",
     "config": "give its fields by name, such as model_kwargs={'sliding_window': None}",
     "tp_plan": "one model is on one device here; for several use backend='vllm' with tensor_parallel_size",
     "tp_size": "one model is on one device here; for several use backend='vllm' with tensor_parallel_size",
@@ -106,7 +108,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     """
     kwargs = _checked_kwargs(options)
     place, device_map = _device_of(options)
-    path = find_model(model, options=options)
+    path, adapter = _base_and_adapter(find_model(model, options=options), options)
     if path.is_file():
         require_gguf()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -131,7 +133,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
                 **source, **trust, config=config, dtype=kind, device_map=device_map,
                 **(dequantised() if path.is_file() else {"use_safetensors": True}), **kwargs,
             )  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(**source, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(**_tokenizer_source(path, adapter), **trust)
     except (torch.OutOfMemoryError, UnsupportedModelError):
         raise
     except UNREADABLE as error:
@@ -145,8 +147,12 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     refuse_split(weights, model)
     if device_map is None:
         weights = weights.to(place)
-    mark = model_fingerprint(path, dtype_name(kind) + _suffix(variant), overrides)
-    return LoadedModel(weights.eval(), tokenizer, model_name(model), path, mark)
+    how = dtype_name(kind) + _suffix(variant)
+    if adapter is not None:
+        weights = with_adapter(weights, adapter)
+        how += adapter_mark(adapter)
+    name = f"{model_name(model)}+{options.adapter}" if options.adapter else model_name(model)
+    return LoadedModel(weights.eval(), tokenizer, name, path, model_fingerprint(path, how, overrides))
 
 
 def model_name(model: str) -> str:
@@ -156,13 +162,14 @@ def model_name(model: str) -> str:
 
 def load_tokenizer(model: str, options: ModelOptions = AS_IT_IS) -> tuple[Any, Path]:
     """The tokenizer of `model` and the checkpoint's directory or GGUF, without its weights."""
-    path = find_model(model, weights=False, options=options)
+    path, adapter = _base_and_adapter(find_model(model, weights=False, options=options), options, weights=False)
     if path.is_file():
         require_gguf()
     from transformers import AutoTokenizer
 
+    source = _tokenizer_source(path, adapter)
     try:
-        return AutoTokenizer.from_pretrained(**_source(path), trust_remote_code=options.trust_remote_code), path
+        return AutoTokenizer.from_pretrained(**source, trust_remote_code=options.trust_remote_code), path
     except UNREADABLE as error:
         raise UnsupportedModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
 
@@ -180,8 +187,8 @@ def refuse_split(model: Any, name: str) -> None:
     if len(kinds) > 1 or kinds & {"meta", "disk"}:
         raise UsageError(
             f"{name} is spread over {', '.join(sorted(kinds))}: its layers are run one at a time over KV on one "
-            "device, so all of it has to be on that. Choose device='cuda' or 'cpu', a smaller dtype or quantised weights, "
-            "or several GPUs by backend='vllm' with vllm_options={'tensor_parallel_size': 2}"
+            "device, so all of it has to be on that. Choose device='cuda' or 'cpu', a smaller dtype or quantised "
+            "weights; or several GPUs by backend='vllm' with vllm_options={'tensor_parallel_size': 2}"
         )
 
 
@@ -217,6 +224,29 @@ def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
     return find_device(f"cuda:{named}" if named.isdecimal() else named), None
 
 
+def _base_and_adapter(path: Path, options: ModelOptions, weights: bool = True) -> tuple[Path, Path | None]:
+    """The checkpoint of what was found in `path`, and the adapter that is to be put on it: `path` itself may be one."""
+    if options.adapter is not None:
+        found = Path(options.adapter).expanduser()
+        if not is_adapter(found):
+            if found.exists() or options.adapter.startswith((".", "/", "~")) or options.adapter.count("/") != 1:
+                raise NotFoundError(f"no adapter at {found}; give the directory that peft's save_pretrained wrote")
+            found = find_model(options.adapter, weights, replace(options, revision=None))
+        return path, found
+    if not is_adapter(path):
+        return path, None
+    base = find_model(base_of(path), weights, replace(options, revision=None))
+    if is_adapter(base):
+        raise UnsupportedModelError(f"{path} is an adapter on {base}, which is one too; merge that into its base first")
+    return base, path
+
+
+def _tokenizer_source(path: Path, adapter: Path | None) -> dict[str, Any]:
+    """Where the tokenizer is: an adapter may bring the one that it was trained with."""
+    has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return _source(adapter if has_own and adapter is not None else path)
+
+
 def _source(path: Path) -> dict[str, Any]:
     """A checkpoint's directory, or a GGUF, as `from_pretrained` takes it."""
     if path.is_dir():
@@ -241,6 +271,7 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
 
     from ragblend.engine.hf.families import refuse_unsupported
 
+    path = _base_and_adapter(path, AS_IT_IS, weights=False)[0]
     if path.is_file():
         require_gguf()
     try:
@@ -274,7 +305,7 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     if is_path and options.revision is not None:
         raise UsageError(f"revision is {options.revision!r}, and {model} is a path; it picks a version of a repo")
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter(path):
             files = sorted(each.name for each in path.glob("*.gguf"))
             way_out = f"name the GGUF: {path / files[0]}" if files else "point to the directory of save_pretrained"
             raise NotFoundError(f"{model} has no config.json; {way_out}")

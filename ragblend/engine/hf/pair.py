@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.engine.hf.adapters import adapters_of, unwrapped
 from ragblend.engine.hf.model import LoadedModel, architecture, model_fingerprint, refuse_split
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
@@ -38,7 +39,7 @@ def take_pair(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
 
     Raises UsageError for options of loading, and for a model that is spread over several devices.
     """
-    model, tokenizer = pair
+    model, tokenizer = unwrapped(pair[0]), pair[1]
     name = pair_name(pair)
     if options.changed:
         raise UsageError(
@@ -60,13 +61,15 @@ def pair_fingerprint(model: Any) -> str:
     """Fingerprint of a model in memory: its weights, byte by byte, its config and its dtype.
 
     It is that of the directory which it was loaded from, if the weights and the config are still those: both share KV.
+    Adapters count, and which of them are active.
     """
+    model = unwrapped(model)
     own = architecture(model.config.to_diff_dict())
     dtype = dtype_name(next(parameter for parameter in model.parameters() if parameter.is_floating_point()).dtype)
-    path = _directory(model)
-    if path is not None and _is_as_saved(model, own, path):
+    path, adapters = _directory(model), adapters_of(model)
+    if path is not None and not adapters and _is_as_saved(model, own, path):
         return model_fingerprint(path, dtype)
-    return fingerprint(state_digest(model.state_dict()), own, dtype)
+    return fingerprint(state_digest(model.state_dict()), own, f"{dtype}+adapters {adapters}" if adapters else dtype)
 
 
 def state_digest(state: Mapping[str, Any]) -> str:

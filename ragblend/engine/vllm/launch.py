@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.hf.adapters import is_adapter
 from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
@@ -67,7 +68,7 @@ def find_checkpoint(
     Downloads a Hugging Face id. Loads no weights, but reads them once for the fingerprint, which is remembered.
     """
     path = find_model(model)
-    _refuse_gguf(path)
+    _refuse_format(path)
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -93,7 +94,7 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
     from transformers import AutoConfig
 
     path = find_model(model, weights=False)
-    _refuse_gguf(path)
+    _refuse_format(path)
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     described = SimpleNamespace(
@@ -108,12 +109,17 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
     return refusals(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
 
 
-def _refuse_gguf(path: Path) -> None:
+def _refuse_format(path: Path) -> None:
     if path.is_file():
         raise UnsupportedModelError(
             f"{path.name} is a GGUF, which is read here with backend='transformers' alone: vLLM's own reader is "
             "experimental, and dequantises otherwise, so that stored KV would be another model's. For vLLM take the "
             "original model, or save this one as safetensors with save_pretrained"
+        )
+    if is_adapter(path):
+        raise UnsupportedModelError(
+            f"{path.name} is an adapter, which is run here with backend='transformers' alone: vLLM computes adapters "
+            "per request, and stored KV does not. Merge it into its base (peft's merge_and_unload) and save that"
         )
 
 

@@ -138,9 +138,7 @@ def test_a_revision_of_a_file_is_refused(file: Path) -> None:
         load_engine(str(file), revision="v2")
 
 
-def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_said(
-    parts: Any, tmp_path: Path
-) -> None:
+def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_said(parts: Any, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "scaled.gguf", *parts, rope_freqs=True)
     with pytest.raises(UnsupportedModelError, match=r"scaled RoPE \(rope_freqs.weight\), which transformers does not"):
         load_engine(str(file))
