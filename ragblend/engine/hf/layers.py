@@ -8,7 +8,7 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -296,6 +296,15 @@ class TransformersLayers:
         output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
+
+    def prefill_in_pieces(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
+        """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        cache, logits = None, torch.empty(0)
+        for piece in token_ids.tensor_split(list(cuts)):
+            output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = output.past_key_values, output.logits[0, -1].float()
+        assert cache is not None
+        return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     def _turns_of(self, rows: Tensor) -> _Turns:
         """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""

@@ -124,7 +124,8 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         kind = _dtype(options.dtype, config, place)
         if path.is_file():
             refuse_unread_rope(path, config)
-        if device_map is None and (is_quantised(config) or "quantization_config" in kwargs):
+        was_quantised = is_quantised(config) or "quantization_config" in kwargs
+        if device_map is None and was_quantised:
             device_map = {"": place}  # they are quantised where they are to stay, and some cannot be moved
         if options.attn_implementation is not None:
             kwargs["attn_implementation"] = options.attn_implementation
@@ -148,6 +149,8 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     if device_map is None:
         weights = weights.to(place)
     how = dtype_name(kind) + _suffix(variant)
+    if was_quantised and not is_quantised(weights.config):  # as FP8 is where there is no GPU
+        how += "+dequantised"
     if adapter is not None:
         weights = with_adapter(weights, adapter)
         how += adapter_mark(adapter)
