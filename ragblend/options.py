@@ -48,6 +48,12 @@ def at_least(least: float, meaning: str = "") -> Check:
     return Check(lambda value: _is_number(value) and value >= least, f"{said} or more")
 
 
+def whole_from(least: int, meaning: str = "") -> Check:
+    """A whole number, `least` or more."""
+    said = f"{least} ({meaning})" if meaning else f"{least}"
+    return Check(lambda value: type(value) is int and value >= least, f"a whole number, {said} or more")
+
+
 def share(low: str, high: str) -> Check:
     """A number from 0, which means `low`, to 1, which means `high`."""
     return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
@@ -56,6 +62,11 @@ def share(low: str, high: str) -> Check:
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
+PENALTY = Check(lambda value: _is_number(value) and -2 <= value <= 2, "a number from -2 to 2; 0 changes nothing")
+BIAS = Check(
+    lambda value: isinstance(value, Mapping) and all(_is_bias(*each) for each in value.items()),
+    "a dictionary of token ids to numbers from -100 (never) to 100 (always)",
+)
 CONTEXT = one_of(*get_args(ContextPolicy))
 
 
@@ -222,6 +233,7 @@ class GenerationOptions:
     `recompute_ratio` (blend): share of chunk tokens to recompute. "auto", and None, is what `ragblend calibrate` found
     for the store, else the default; on a machine that was profiled more where that hides behind loading, and full
     prefill where that is faster. Greedy at temperature 0; `top_p` keeps the smallest set of tokens with that mass.
+    Penalties and bias change what greedy choice sees, too; `logprobs` are the model's own, before any of them.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))
@@ -236,9 +248,25 @@ class GenerationOptions:
     )
     seed: int | None = option(None, "Of the choice, where there is one.")
     stop: Sequence[str] | None = option(None, "Texts that end the answer.")
+    top_k: int | None = option(None, "Most tokens to choose from; 0: all.", whole_from(0, "all"))
+    min_p: float | None = option(
+        None, "Least probability of a token, as a share of the likeliest one's.", share("any", "the likeliest alone")
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Above 1: tokens of prompt and answer become less likely.",
+        Check(lambda value: _is_number(value) and value > 0, "more than 0; 1 changes nothing"),
+    )
+    presence_penalty: float | None = option(None, "Taken from the logit of what the answer has.", PENALTY)
+    frequency_penalty: float | None = option(None, "The same, as often as the answer has it.", PENALTY)
+    logit_bias: Mapping[int, float] | None = option(None, "Added to the logits of token ids.", BIAS)
+    logprobs: bool = option(False, "Give the log-probability of each token of the answer.")
+    top_logprobs: int | None = option(None, "With it, that of this many likeliest tokens.", whole_from(0))
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.top_logprobs and not self.logprobs:
+            raise UsageError(f"top_logprobs is {self.top_logprobs} and logprobs is off; give logprobs=True too")
         if not all(self.stops):
             raise UsageError("a stop string is empty; remove it")
 
@@ -267,6 +295,14 @@ class GenerationKeywords(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: Sequence[str] | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: bool
+    top_logprobs: int | None
 
 
 def is_url(backend: str) -> bool:
@@ -276,6 +312,11 @@ def is_url(backend: str) -> bool:
     (True, False)
     """
     return backend.startswith(("http://", "https://"))
+
+
+def _is_bias(token: object, bias: object) -> bool:
+    is_id = type(token) is int or (isinstance(token, str) and token.isdecimal())  # JSON has strings for keys
+    return is_id and _is_number(bias) and -100 <= bias <= 100  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:

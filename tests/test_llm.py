@@ -281,6 +281,37 @@ def test_usage_and_metadata(chat: ChatBlend) -> None:
     assert message.response_metadata["finish_reason"] in ("stop", "length")
 
 
+def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, min_p=0.01)
+    plain = chat.invoke(CONTEXT)
+    assert chat.invoke(CONTEXT).content == plain.content
+    first = engine.generate(chat._prepare(CONTEXT).prompt, max_tokens=1).token_ids[0]
+    banned = chat.invoke(CONTEXT, temperature=0, logit_bias={str(first): -100}, logprobs=True, top_logprobs=2)
+    found = banned.response_metadata["logprobs"]["content"]
+    assert len(found) == banned.usage_metadata["output_tokens"]
+    assert found[0]["logprob"] < found[0]["top_logprobs"][0]["logprob"] < 0
+    assert found[0]["top_logprobs"][0]["token"] == engine.segmenter.token_texts([first])[0]
+    assert "logprobs" not in plain.response_metadata
+    assert ChatBlend(engine=engine, top_k=5)._settings() != ChatBlend(engine=engine, top_k=6)._settings()
+
+
+async def test_n_answers_to_one_prompt_are_n_generations_with_seeds_of_their_own(engine: TransformersEngine) -> None:
+    options: dict[str, Any] = {"engine": engine, "max_tokens": 6, "temperature": 1.5, "seed": 3, "n": 3}
+    for model in (ChatBlend(**options), BlendLLM(**options)):
+        (answers,) = model.generate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])]).generations
+        texts = [answer.text for answer in answers]
+        assert len(texts) == 3
+        assert len(set(texts)) > 1
+        alone = model.invoke(CONTEXT, n=1, seed=4)
+        assert getattr(alone, "content", alone) == texts[1]
+        (again,) = (await model.agenerate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])])).generations
+        assert [answer.text for answer in again] == texts
+        with pytest.raises(UsageError, match="n is 3; a stream has one answer"):
+            next(iter(model.stream(CONTEXT)))
+    with pytest.raises(UsageError, match="n is 0; choose a whole number, 1 or more"):
+        ChatBlend(**options).invoke(CONTEXT, n=0)
+
+
 def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
     chunks = list(chat.stream(CONTEXT))
     assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks)

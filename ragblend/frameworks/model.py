@@ -38,6 +38,7 @@ from ragblend.options import (
     ModelOptions,
     RatioChoice,
     is_url,
+    whole_from,
 )
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
 from ragblend.redaction import redacted, without_secrets
@@ -70,9 +71,12 @@ class CallOptions(GenerationOptions):
     separator: str | None = None
     strict: bool = False
     segments: Sequence[Any] = ()
+    n: int | None = None  # answers to one prompt
 
     def __post_init__(self) -> None:
         GenerationOptions.__post_init__(self)
+        if self.n is not None:
+            whole_from(1).of("n", self.n)
         if self.separator is not None:
             check_separator(self.separator)
 
@@ -139,6 +143,15 @@ class BlendModel(BaseModel):
     top_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Any, float] | None = None  # token ids, and what is added to their logits
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = None  # answers to one prompt, in LangChain
     timeout: float | None = None  # seconds for a whole answer
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
@@ -364,6 +377,28 @@ class BlendModel(BaseModel):
         for _ in self._pieces(stream, request, cancelled):
             pass
         return stream.result
+
+    def _more_answers(self, request: Request, cancelled: threading.Event | None = None) -> list[Generation]:
+        """The other `n` - 1 answers to a prompt, each with a seed of its own."""
+        answers: list[Generation] = []
+        for number in range(1, request.options.n or 1):
+            seed = request.options.seed
+            options = replace(request.options, seed=seed + number if seed is not None else None)
+            answers.append(self._answer(request._replace(options=options), cancelled))
+        return answers
+
+    def _logprobs(self, result: Generation) -> dict[str, Any]:
+        """Log-probabilities of the answer's tokens in the form of OpenAI's chat API."""
+
+        def shown(token: int, logprob: float) -> dict[str, Any]:
+            text = self.engine.segmenter.token_texts([token])[0]
+            return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": logprob}
+
+        content = [
+            shown(each.token_id, each.logprob) | {"top_logprobs": [shown(*other) for other in each.top]}
+            for each in result.logprobs or ()
+        ]
+        return {"content": content}
 
     def _settings(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
