@@ -25,6 +25,7 @@ try:
         CompletionResponseAsyncGen,
         CompletionResponseGen,
         LLMMetadata,
+        LogProb,
         MessageRole,
         TextBlock,
     )
@@ -81,12 +82,12 @@ class BlendLLM(BlendModel, CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation; roles are kept."""
-        return _chat_response(self._answer(self._chat_request(messages, kwargs)))
+        return _chat_response(self, self._answer(self._chat_request(messages, kwargs)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat`, without blocking the event loop."""
-        return _chat_response(await self._aanswer(lambda: self._chat_request(messages, kwargs)))
+        return _chat_response(self, await self._aanswer(lambda: self._chat_request(messages, kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -109,12 +110,12 @@ class BlendLLM(BlendModel, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer one string: a user turn, or with `raw` the prompt itself."""
-        return _completion(self._answer(self._text_request(prompt, formatted, kwargs)))
+        return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """`complete`, without blocking the event loop."""
-        return _completion(await self._aanswer(lambda: self._text_request(prompt, formatted, kwargs)))
+        return _completion(self, await self._aanswer(lambda: self._text_request(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -137,12 +138,12 @@ class BlendLLM(BlendModel, CustomLLM):
     def _chat_request(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one ChatMessage with text")
-        return self._prepare([_turn(message) for message in messages], **call)
+        return _one_answer(self._prepare([_turn(message) for message in messages], **call))
 
     def _text_request(self, prompt: str, formatted: bool, call: dict[str, Any]) -> Request:
         if not formatted and self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
-        return self._prepare(prompt, raw=self.raw, **call)
+        return _one_answer(self._prepare(prompt, raw=self.raw, **call))
 
     async def _aanswer(self, prepare: Callable[[], Request]) -> Generation:
         def answer(cancelled: threading.Event) -> Generation:
@@ -156,7 +157,13 @@ class BlendLLM(BlendModel, CustomLLM):
         for piece in self._pieces(stream, request):
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        yield CompletionResponse(text=text, delta="", raw=_facts(stream.result))
+        yield _completion(self, stream.result).model_copy(update={"text": text, "delta": ""})
+
+
+def _one_answer(request: Request) -> Request:
+    if request.options.n not in (None, 1):
+        raise UsageError(f"n is {request.options.n}; LlamaIndex's responses have one answer: leave it out, call again")
+    return request
 
 
 def _turn(message: ChatMessage) -> Turn:
@@ -183,14 +190,23 @@ def _facts(result: Generation) -> dict[str, Any]:
     return {"ragblend": report.as_dict(), "usage": usage, "finish_reason": result.finish_reason}
 
 
-def _completion(result: Generation) -> CompletionResponse:
-    return CompletionResponse(text=result.text, raw=_facts(result))
+def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
+    facts = _facts(result)
+    response = CompletionResponse(text=result.text, raw=facts)
+    if result.logprobs is not None:
+        facts["logprobs"] = found = model._logprobs(result)
+        names = ("token", "logprob", "bytes")
+        response.logprobs = [
+            [LogProb(**{name: each[name] for name in names}) for each in (token, *token["top_logprobs"])]
+            for token in found["content"]
+        ]
+    return response
 
 
-def _chat_response(result: Generation) -> ChatResponse:
-    return _as_chat(_completion(result))
+def _chat_response(model: BlendModel, result: Generation) -> ChatResponse:
+    return _as_chat(_completion(model, result))
 
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role=MessageRole.ASSISTANT, content=response.text)
-    return ChatResponse(message=message, delta=response.delta, raw=response.raw)
+    return ChatResponse(message=message, delta=response.delta, raw=response.raw, logprobs=response.logprobs)

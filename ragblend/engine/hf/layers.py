@@ -8,8 +8,9 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.hf.adapters import adapters_at_work
 from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import RagblendError
 
 ATTENTION = "ragblend"
 
@@ -90,9 +94,10 @@ def _attention(
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks.
+    """The model's own attention `whole`, except where a layer is run over scattered rows or packed chunks.
 
     Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
     """
@@ -103,9 +108,7 @@ def _attention(
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_as_written(module, query, key, value, attention_mask, scaling=scaling, **bends), None
     if blend_rows is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     if blend_watch is not None:
         queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
@@ -113,6 +116,21 @@ def _attention(
         if watched is not None:
             return watched[None].transpose(1, 2).contiguous(), None
     return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
+
+
+def _plug_in(model: Any) -> None:
+    """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
+    own = model.config._attn_implementation or "sdpa"
+    if own.startswith(ATTENTION):  # another engine's: both do the same
+        return
+    whole = ALL_ATTENTION_FUNCTIONS.get(own, None)
+    if whole is None:  # each family has an eager one of its own
+        attention = text_decoder(model).layers[0].self_attn
+        whole = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", sdpa_attention_forward)
+    name = f"{ATTENTION}_{own}"
+    AttentionInterface.register(name, partial(_attention, whole=whole))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    model.set_attn_implementation(name)
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -167,15 +185,14 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
-        AttentionInterface.register(ATTENTION, _attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.set_attn_implementation(ATTENTION)
+        _plug_in(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
         self._rotary = self._decoder.rotary_emb
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
+        self._adapters = adapters_at_work(model) if getattr(model, "peft_config", None) else ""
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
@@ -215,8 +232,18 @@ class TransformersLayers:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
+        if self._adapters:
+            self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
         return hidden
+
+    def _check_adapters(self) -> None:
+        """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
+        if adapters_at_work(self.model) != self._adapters:
+            raise RagblendError(
+                "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
+                "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
+            )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
@@ -314,10 +341,20 @@ class TransformersLayers:
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        if self._adapters:
+            self._check_adapters()
         # A cache that knows no config: transformers' own forgets what has left a layer's window.
         output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
+
+    def prefill_in_pieces(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
+        """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        cache, logits = DynamicCache(), torch.empty(0)
+        for piece in token_ids.tensor_split(list(cuts)):
+            output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
+        return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     @contextmanager
     def as_checked(self, window: int) -> Iterator[None]:
