@@ -66,12 +66,14 @@ def attend_as_written(
 ) -> Tensor:
     """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
 
-    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool; None is causal.
+    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool, or added to scores, where 0
+    is seen, as transformers makes it for a model that is eager of its own; None is causal.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]
     if seen is None:
         seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
+    seen = seen if seen.dtype == torch.bool else seen == 0
     outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
     for start in range(0, num_rows, most):
         part = seen[:, :, start : start + most]
