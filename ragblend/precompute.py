@@ -32,10 +32,11 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import drop_stale, drop_versions, settle_context, versions, with_similar
+from ragblend.ingestion.contexts import Finder, drop_stale, drop_versions, settle_context, versions, with_similar
 from ragblend.ingestion.follow import Cut, follow, moved_from
 from ragblend.ingestion.follow import Progress as Progress
 from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
+from ragblend.ingestion.nearby import nearby
 from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
@@ -178,7 +179,7 @@ def precompute_chunks(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    index: ChunkIndex | None = None,
+    index: Finder | None = None,
     note: Callable[[], object] | None = None,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
@@ -284,27 +285,43 @@ def precompute_documents(
 
     `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `names`: for each document
     what it is known by, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. What
-    was precomputed under a name before, and is not now, is dropped unless something else has it. In a store whose
-    context is "similar" or "neighbour" chunks that come this way are stored alone: only an index knows the others.
+    was precomputed under a name before, and is not now, is dropped unless something else has it.
+
+    In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
+    time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
+    not, and in the context "neighbour" they stay alone: only an index knows what stands before them.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    settle_context(engine, None)
     given = list(documents)
     chunks = [as_chunk(document) for document in given]
     texts_of: dict[str, list[str]] = {}
     for chunk, name in zip(chunks, names or map(_name_of, given), strict=True):
         texts_of.setdefault(name, []).append(chunk.text)
     registry = registry_for(llm_or_engine)
+    finder, wanted = nearby(engine, registry), chunks
+    main = [chunk for chunk in chunks if chunk.context is None]
+    if finder is not None:
+        wanted = [*chunks, *versions(main, "similar"), *finder.wanting()]
 
     def note() -> None:
         for name, texts in texts_of.items():
             registry.add(texts, name)
+        if finder is not None:
+            finder.add(main)
 
-    report = precompute_chunks(chunks, engine, progress, note=note)
-    gone = [text for name, texts in texts_of.items() if name for text in registry.leaving(name, texts)]
-    report.num_removed_kv, problem = forget_texts(gone, engine)
-    for name, texts in texts_of.items():  # last: killed before, the names still tell what is to go
-        if name:
+    report = precompute_chunks(wanted, engine, progress, note=note, index=finder)
+    report.num_chunks = len(chunks)
+    if finder is not None:
+        finder.settle(wanted)
+    named = {name: texts for name, texts in texts_of.items() if name}
+    gone = [text for name, texts in named.items() for text in registry.leaving(name, texts)]
+
+    def let_go() -> None:
+        for name, texts in named.items():
             registry.replace(name, texts)
+
+    report.num_removed_kv, problem = forget_texts(gone, engine, registry, let_go)
     if gone:
         registry.truncate_log()
     if problem:

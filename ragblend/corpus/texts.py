@@ -2,8 +2,9 @@
 
 Two texts are the same when they are equal after `strip()`. A text is here for whoever added it: an index, or documents
 that a framework knows by their ids; when the last of them lets it go, nobody needs its KV either. The file also lists
-the entries that ingestion has stored beside it, so that one that went missing is missed. Knows strings and one SQLite
-file. Knows nothing about tokens, KV, engines or frameworks.
+the entries that ingestion has stored beside it, so that one that went missing is missed, and has the vectors of the
+chunks that frameworks bring, which no index of ours has. Knows strings and one SQLite file. Knows nothing about tokens,
+KV, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 from ragblend.corpus.text_index import TextIndex
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 REGISTRY_FILE = "texts.sqlite"
 """In a store's directory: the texts whose KV it holds."""
 
-_TABLE, _HOLDERS, _STORED = "registered_texts", "text_holders", "stored_kv"
-_VERSION = 2
+_TABLE, _HOLDERS, _STORED, _SIMILAR = "registered_texts", "text_holders", "stored_kv", "similar_versions"
+_VERSION = 3
 _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_TABLE} "
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, text TEXT NOT NULL)",
@@ -39,6 +40,10 @@ _SCHEMA = (
     f"CREATE INDEX IF NOT EXISTS holders_by_text ON {_HOLDERS} (key)",
     f"CREATE TABLE IF NOT EXISTS {_STORED} "
     "(key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
+    f"CREATE TABLE IF NOT EXISTS {_SIMILAR} "
+    "(entry TEXT PRIMARY KEY, key BLOB NOT NULL, embedder TEXT NOT NULL, vector BLOB NOT NULL, "
+    "is_stored INTEGER NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID",
+    f"CREATE INDEX IF NOT EXISTS similar_by_text ON {_SIMILAR} (key)",
     f"PRAGMA user_version = {_VERSION}",
 )
 _TABLES = {sql.split()[5]: sql.replace("IF NOT EXISTS ", "") for sql in _SCHEMA if "CREATE TABLE" in sql}
@@ -46,9 +51,19 @@ _DAMAGED_ROWS = {
     "texts": f"FROM {_TABLE} WHERE key IS NOT text_key(text)",  # their key is their checksum
     "holders of texts": f"FROM {_HOLDERS} WHERE checksum IS NOT row_checksum(document, key)",
     "stored entries": f"FROM {_STORED} WHERE checksum IS NOT row_checksum(key, fingerprint)",
+    "vectors of texts": f"FROM {_SIMILAR} WHERE checksum IS NOT row_checksum(entry, key, embedder, vector)",
 }
 
 _INSERT = "INSERT OR IGNORE INTO {} VALUES (?1, ?2, row_checksum(?1, ?2))"
+
+
+class SimilarVersion(NamedTuple):
+    """A chunk that a framework has brought, of which a version computed behind similar ones is to be kept."""
+
+    entry: str  # the key of that version's KV: of one model, prefix and namespace
+    text: str
+    vector: bytes  # [dim] little-endian float32
+    is_stored: bool = False
 
 
 class ChunkRegistry:
@@ -143,7 +158,7 @@ class ChunkRegistry:
             return 0
         with self._writing() as connection:
             num_known = len(self._index)
-            for table in (_TABLE, _HOLDERS):  # by their keys: a row of which a bit changed goes as well
+            for table in (_TABLE, _HOLDERS, _SIMILAR):  # by their keys: a row of which a bit changed goes as well
                 connection.executemany(f"DELETE FROM {table} WHERE key = ?", ((_key(text),) for text in doomed))
             for text in doomed:
                 self._index.discard(text)
@@ -176,6 +191,35 @@ class ChunkRegistry:
         sound = "WHERE checksum IS row_checksum(key, fingerprint)"  # a damaged key may name no file at all
         with self._current() as connection:
             return dict(connection.execute(f"SELECT key, fingerprint FROM {_STORED} {sound} ORDER BY key").fetchall())
+
+    # --- similar versions of what frameworks bring ---
+
+    def similar_versions(self, embedder: str) -> list[SimilarVersion]:
+        """Those whose vectors this embedder made, oldest text first; of sound rows."""
+        query = (
+            f"SELECT s.entry, t.text, s.vector, s.is_stored FROM {_SIMILAR} s JOIN {_TABLE} t ON t.key = s.key WHERE "
+            "s.embedder = ? AND s.checksum IS row_checksum(s.entry, s.key, s.embedder, s.vector) ORDER BY t.id, s.entry"
+        )
+        with self._current() as connection:
+            return [SimilarVersion(*row) for row in connection.execute(query, (embedder,))]
+
+    def similar_entries(self) -> list[str]:
+        """The entries of those that are stored."""
+        with self._current() as connection:
+            return [entry for (entry,) in connection.execute(f"SELECT entry FROM {_SIMILAR} WHERE is_stored")]
+
+    def note_similar(self, versions: Iterable[SimilarVersion], embedder: str) -> None:
+        """Note versions that are to be kept, in place of what was noted of their entries."""
+        insert = f"INSERT OR REPLACE INTO {_SIMILAR} VALUES (?1, ?2, ?3, ?4, ?5, row_checksum(?1, ?2, ?3, ?4))"
+        rows = [(each.entry, _key(each.text.strip()), embedder, each.vector, each.is_stored) for each in versions]
+        with self._writing() as connection:
+            connection.executemany(insert, rows)
+
+    def mark_similar(self, entries: Iterable[str], *, is_stored: bool) -> None:
+        """Note of versions whether they are stored now."""
+        with self._writing() as connection:
+            rows = ((is_stored, entry) for entry in entries)
+            connection.executemany(f"UPDATE {_SIMILAR} SET is_stored = ? WHERE entry = ?", rows)
 
     # --- its bytes ---
 

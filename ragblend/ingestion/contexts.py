@@ -1,26 +1,36 @@
 """Which versions of its chunks a store keeps, by its ingestion context, and what each is computed behind.
 
 The policy is the store's (see `engine.fusion.lookup`); the chunks that a similar version is computed behind are found
-by an index. Knows chunks, the index and engines; prefills nothing.
+by vectors, an index's or those of `nearby`. Knows chunks and engines; prefills nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Protocol
 
 from ragblend.corpus.rows import text_hash
 from ragblend.corpus.texts import registry_of
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.errors import BackendUnreachableError, UsageError
-from ragblend.index import ChunkIndex
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.prompt import Chunk
 
 NUM_SIMILAR = 2
 """Chunks that a similar version is computed behind."""
+
+
+class Finder(Protocol):
+    """Finds the chunks that are like a chunk. A ChunkIndex is one."""
+
+    def similar_texts(self, text: str, count: int, may_stand: Callable[[str], bool]) -> list[str]:
+        """The `count` nearest texts that `may_stand` accepts, the nearest first; not `text` itself, none twice."""
+
+    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+        """Of those `texts` that are there, by `text_hash`."""
 
 
 def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
@@ -63,10 +73,10 @@ def alone_versions(text: str) -> list[Chunk]:
     return [Chunk(text, context="none"), Chunk(text, context="fixed"), Chunk(text, context="similar")]
 
 
-def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | None) -> list[Chunk]:
+def with_similar(chunks: Sequence[Chunk], engine: Engine, index: Finder | None) -> list[Chunk]:
     """`chunks`, the similar versions among them with the texts that they are to be computed behind.
 
-    Those are the nearest by the index's own vectors among the chunks that are precomputed in the engine's namespace,
+    Those are the nearest by the finder's own vectors among the chunks that are precomputed in the engine's namespace,
     or given here to be. One that has none near it, or no room in the model's context, is left out: it stays alone.
     Raises UsageError without an index.
     """
@@ -96,7 +106,7 @@ def with_similar(chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex | No
     return found
 
 
-def drop_stale(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex | None) -> int:
+def drop_stale(chunks: Iterable[Chunk], engine: Engine, index: Finder | None) -> int:
     """Delete those of the similar versions, stored a moment ago, that are behind a text which is gone meanwhile: who
     removed it may have looked before they were there. How many."""
     similar = [chunk for chunk in chunks if chunk.context == "similar"]

@@ -7,7 +7,7 @@ stores; nothing of files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,20 +70,21 @@ def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkReg
         source = left.source_of.get(lost.text, "")
         doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
     if gone:
-        doomed += _unseen(index, engine, places)
+        unseen = _unseen((engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places)
+        doomed += [Doomed(key, place, "", b"") for key, place in unseen]
     registry.forget_stored({entry.key for entry in doomed})
     index.doom(doomed, left)
 
 
-def _unseen(index: ChunkIndex, engine: Engine, places: Iterable[str]) -> list[Doomed]:
-    """Similar versions of what is indexed that this machine does not hold: nobody here can tell what they were computed
-    behind, so where a text is gone they go from other machines. They are computed again with the next ingestion."""
-    near = {header.key for header in near_headers(engine.store)}
+def _unseen(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
+    """Keys of similar versions that this machine does not hold, and where they may be: nobody here can tell what they
+    were computed behind, so where a text is gone they go from other machines. They are computed again with the next
+    ingestion."""
     elsewhere = [place for place in places if place != HERE or not has_headers(engine.store)]
     if engine.context != "similar" or not elsewhere:
         return []
-    keys = {engine.key(Chunk(text, context="similar")) for _, text in index.texts()}
-    return [Doomed(key, place, "", b"") for key in sorted(keys - near) for place in elsewhere]
+    near = {header.key for header in near_headers(engine.store)}
+    return [(key, place) for key in sorted(set(keys) - near) for place in elsewhere]
 
 
 def _carry_out(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
@@ -167,22 +168,37 @@ def near_headers(store: KVStore) -> Iterator[KVHeader]:
             yield from tier.headers()
 
 
-def forget_texts(texts: Iterable[str], engine: Engine) -> tuple[int, str]:
-    """Drop the KV of texts that the engine stores, in every tier.
+def forget_texts(
+    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, let_go: Callable[[], object]
+) -> tuple[int, str]:
+    """Drop the KV of texts that the engine stores, and what was computed behind them, in every tier.
 
-    How many entries went, and why a remote tier could not be told; "" where it was.
+    `let_go` has `registry` forget them: last, for killed before, it still tells what is to go. How many entries went,
+    and why a remote tier could not be told; "" where it was.
     """
-    keys = doomed_keys(texts, engine)
-    with closing(registry_of(engine.store)) as registry:
-        registry.forget_stored(keys)
+    num_removed, problem = _drop(texts, engine, registry)
+    let_go()
+    if texts and engine.context == "similar":  # a version may have come meanwhile, by who has seen them there
+        num_late, late_problem = _drop(texts, engine, registry)
+        return num_removed + num_late, problem or late_problem
+    return num_removed, problem
+
+
+def _drop(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    if not texts:
+        return 0, ""
+    keys, places = [*doomed_keys(texts, engine, everywhere=engine.context == "similar")], _places(engine)
+    unseen = _unseen(registry.similar_entries(), engine, places)
+    with closing(registry_of(engine.store)) as noting:
+        noting.forget_stored(keys)
+    registry.mark_similar([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""
-    for place, delete in _places(engine).items():
-        for key in keys:
-            try:
-                num_removed += delete(key) and (place == HERE)
-            except BackendUnreachableError as error:
-                problem = str(error)
-                break
+    for place, delete in places.items():
+        try:
+            for key in (*keys, *(key for key, where in unseen if where == place)):
+                num_removed += delete(key) and place == HERE
+        except BackendUnreachableError as error:
+            problem = str(error)
     return num_removed, problem
 
 
@@ -238,9 +254,9 @@ def forget_chunks(chunks: Iterable[Chunk], model: Any, still_used: Callable[[str
     told.
     """
     gone = list(dict.fromkeys(chunk.text for chunk in chunks if not still_used(chunk.text)))
-    num_removed, problem = forget_texts(gone, getattr(model, "engine", model))
-    registry = registry_for(model)  # last: killed before, the texts are still there to tell what is to go
-    registry.remove(gone)
+    registry = registry_for(model)
+    engine: Engine = getattr(model, "engine", model)
+    num_removed, problem = forget_texts(gone, engine, registry, lambda: registry.remove(gone))
     registry.truncate_log()
     if problem:
         raise BackendUnreachableError(problem)

@@ -6,7 +6,7 @@ chunks are computed behind is its policy, which its disk tier remembers:
 
 - "neighbour": also behind the chunk before it in its document, for prompts in which both stand side by side;
 - "fixed": instead behind a neutral text, the same for all: whatever stands there, it is not the prompt's beginning;
-- "similar": also behind the most similar chunks of the index, which are likely to be retrieved with it.
+- "similar": also behind the most similar chunks of the corpus, which are likely to be retrieved with it.
 
 Only what stands in the prompt precisely behind what it was computed behind is exact.
 
