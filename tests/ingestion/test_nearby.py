@@ -199,6 +199,12 @@ def test_a_version_that_comes_while_a_chunk_is_removed_goes_with_it(opened):
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
 
 
+def test_where_nobody_here_could_tell_what_to_delete_chunks_stay_alone(opened, monkeypatch, tmp_path):
+    engine = opened()
+    monkeypatch.setattr(engine, "store", open_remote(f"file://{tmp_path}/far"))
+    assert precompute_documents(ALL, engine).num_new_kv == 4
+
+
 def test_namespaces_in_one_store_never_see_each_other_chunks(opened):
     mine, yours = opened(namespace="mine"), opened(namespace="yours")
     precompute_documents([FOX, KERN], mine)

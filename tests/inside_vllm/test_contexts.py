@@ -14,7 +14,7 @@ from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
-from ragblend.precompute import ingest, open_engine_index, precompute_index
+from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
@@ -136,3 +136,17 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
 def test_ingestions_of_no_version_are_refused(params):
     with pytest.raises(UsageError):
         parse_params({"mode": "ingest", **params})
+
+
+def test_what_frameworks_bring_is_stored_behind_similar_chunks(vllm, model, tmp_path):
+    brought = ("the answer of that question", "is that question in the theory", "what is that theory")
+    vllm.keep_context("similar")
+    with load_engine(model, tmp_path / "kv", dtype="float32", context="similar") as ours:
+        for engine in (vllm, ours):
+            assert precompute_documents(brought, engine).num_new_kv == 6
+            assert precompute_documents(brought, engine).num_new_kv == 0
+        for text in brought:
+            key = ours.key(Chunk(text, context="similar"))
+            found, expected = (engine.store.get(key) for engine in (vllm, ours))
+            assert found.header == expected.header
+            torch.testing.assert_close(found.layer(1).keys, expected.layer(1).keys, atol=1e-3, rtol=1e-3)
