@@ -149,7 +149,11 @@ _LATENT_SIZES = {  # every width another, so that none stands for one that it is
     "n_shared_experts": 1,
     "moe_intermediate_size": 48,
 }
-_DEEPSEEK_YARN = {**_YARN, "mscale": 0.9, "mscale_all_dim": 0.6}  # of real models both are equal, so tables are not scaled
+_DEEPSEEK_YARN = {
+    **_YARN,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.6,
+}  # of real models both are equal, so tables are not scaled
 LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
     "deepseek_v2": (  # V2's; V2-Lite projects queries in one step, and has no groups of experts
         DeepseekV2Config,
