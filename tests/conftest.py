@@ -159,7 +159,7 @@ LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
         _LATENT_SIZES
-        | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 4.0}
+        | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
         | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
     "deepseek_v2_lite": (

@@ -4,8 +4,8 @@ Plain loops over query tokens, with a stock transformers model's own projections
 Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, Gemma 3, gpt-oss; and
 with latents instead of keys and values DeepSeek V2, V3 and GLM-4 MoE Lite). Slow and obvious on purpose.
 
-Of a latent, k is the part of the keys that heads share and v the latent after its norm, both of one head: on them tokens
-are measured and moved. Attention is over the keys and values that `heads` makes of them.
+Of a latent, k is the part of the keys that heads share and v the latent after its norm, both of one head: on them
+tokens are measured and moved. Attention is over the keys and values that `heads` makes of them.
 """
 
 from __future__ import annotations

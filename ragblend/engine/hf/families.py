@@ -279,6 +279,11 @@ def refuse_unsupported(model: Any) -> None:
             f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
             f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
         )
+    if getattr(config, "index_topk", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} has multi-head latent attention (MLA) with an index, which chooses the tokens that are seen by "
+            f"keys of its own: ragblend does not store those. {_WAY_OUT}"
+        )
     decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
@@ -292,11 +297,6 @@ def refuse_unsupported(model: Any) -> None:
         )
     for index, layer in enumerate(decoder.layers):
         attention = getattr(layer, "self_attn", None)
-        if hasattr(attention, "indexer"):
-            raise UnsupportedModelError(
-                f"{name} has multi-head latent attention (MLA) with an index, which chooses the tokens that are seen "
-                f"by keys of its own: ragblend does not store those. {_WAY_OUT}"
-            )
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
         if not fits or not hasattr(layer, "input_layernorm"):
             kind = type(attention if attention is not None else layer).__name__

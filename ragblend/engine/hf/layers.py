@@ -386,19 +386,23 @@ class TransformersLayers:
         own, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
         routers = [] if self.dtype == torch.float32 else routers
-        chosen = [router.top_k for router in routers]
+        chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
         if any(windows):
             self.config.sliding_window = window  # from which transformers makes its masks
             self._windows = tuple(window if each is not None else None for each in windows)
         for router in routers:
             router.top_k = router.num_experts
+            if hasattr(router, "topk_group"):  # of groups of experts, some (DeepSeek V2 and V3)
+                router.topk_group = router.num_group
         try:
             yield
         finally:
             if any(windows):
                 self.config.sliding_window, self._windows = own, windows
-            for router, count in zip(routers, chosen, strict=True):
+            for router, (count, groups) in zip(routers, chosen, strict=True):
                 router.top_k = count
+                if hasattr(router, "topk_group"):
+                    router.topk_group = groups
 
     def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
         """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
