@@ -120,17 +120,20 @@ def _attention(
     return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
 
 
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The eager attention of the model's own file: models of several families may be loaded, and share a name."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
+    return attended
+
+
 def _plug_in(model: Any) -> None:
     """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same
         return
-    whole = ALL_ATTENTION_FUNCTIONS.get(own, None)
-    if whole is None:  # each family has an eager one of its own
-        attention = text_decoder(model).layers[0].self_attn
-        whole = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", sdpa_attention_forward)
     name = f"{ATTENTION}_{own}"
-    AttentionInterface.register(name, partial(_attention, whole=whole))
+    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
     model.set_attn_implementation(name)
 

@@ -400,6 +400,19 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
         torch.testing.assert_close(layer.values[:, last], values, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("loaded_later", ["llama", "gpt_oss", "gemma2"])
+def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_later, stock_model, tiny_model):
+    ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1))
+    families = ("llama", "gpt_oss", "deepseek_v2")
+    layers = {family: TransformersLayers(tiny_model(family)) for family in families}
+    TransformersLayers(tiny_model(loaded_later))
+    for family in families:
+        with torch.inference_mode():
+            logits, _ = layers[family].full_prefill(ids)
+            expected = stock_model(family)(ids[None]).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tiny_layers):
     ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2))
