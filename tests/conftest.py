@@ -23,6 +23,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.gemma3 import (
@@ -31,6 +33,7 @@ from transformers.models.gemma3 import (
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
 )
+from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
@@ -134,6 +137,51 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
+_LATENT_SIZES = {  # every width another, so that none stands for one that it is not
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+}
+_DEEPSEEK_YARN = {
+    **_YARN,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.6,
+}  # of real models both are equal, so tables are not scaled
+LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "deepseek_v2": (  # V2's; V2-Lite projects queries in one step, and has no groups of experts
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        _LATENT_SIZES
+        | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v2_lite": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        _LATENT_SIZES | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        _LATENT_SIZES
+        | {"q_lora_rank": 32, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v3_halves": (  # weights whose rotary dimensions are not neighbours
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        _LATENT_SIZES | {"q_lora_rank": 32, "first_k_dense_replace": 6, "rope_interleave": False},
+    ),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT_SIZES | {"q_lora_rank": 32}),
+}
+FAMILIES |= LATENT
 
 WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
     # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.

@@ -1,8 +1,11 @@
 """A second CacheBlend, written from the paper (Yao et al., EuroSys 2025, sections 4.2, 4.3); no code of ragblend's.
 
 Plain loops over query tokens, with a stock transformers model's own projections, norms, rotary module and MLP (Llama,
-Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, Gemma 3, gpt-oss). Slow
-and obvious on purpose.
+Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, Gemma 3, gpt-oss; and
+with latents instead of keys and values DeepSeek V2, V3 and GLM-4 MoE Lite). Slow and obvious on purpose.
+
+Of a latent, k is the part of the keys that heads share and v the latent after its norm, both of one head: on them
+tokens are measured and moved. Attention is over the keys and values that `heads` makes of them.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ class Reference:
         self.num_layers = config.num_hidden_layers
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scale = getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5  # Gemma 2 and 3 have their own
+        self.is_latent = hasattr(config, "kv_lora_rank")
+        if self.is_latent:
+            self.dim, rope = config.qk_nope_head_dim + config.qk_rope_head_dim, config.rope_parameters
+            self.scale = (
+                self.dim**-0.5 * (1 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))) ** 2
+            )
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -53,6 +62,16 @@ class Reference:
         """q, k, v before RoPE, [T, heads, D]."""
         block = self.decoder.layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
+        if self.is_latent:
+            lora = self.config.q_lora_rank is not None
+            q = (
+                attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(normed)))
+                if lora
+                else attention.q_proj(normed)
+            )
+            latent = attention.kv_a_proj_with_mqa(normed)[:, None]
+            v = attention.kv_a_layernorm(latent[..., : self.config.kv_lora_rank])
+            return q.reshape(len(hidden), -1, self.dim), latent[..., self.config.kv_lora_rank :], v
         if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix of all three
             config = attention.config
             heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -66,12 +85,37 @@ class Reference:
 
     def rope(self, layer: int, states: Tensor, positions: list[int]) -> Tensor:
         """[T, heads, D] at `positions`, by the model's own rotary module and function."""
+        if self.is_latent:
+            return self.rope_latent(states, positions)
         by_type = "full_attention" in self.config.rope_parameters  # Gemma 3: two bases
         which = [self.config.layer_types[layer]] if by_type else []
         cos, sin = self.decoder.rotary_emb(states, torch.tensor([positions]), *which)
         turn = sys.modules[type(self.decoder).__module__].apply_rotary_pos_emb
         turned, _ = turn(states.transpose(0, 1)[None], states.transpose(0, 1)[None], cos, sin)
         return turned[0].transpose(0, 1)
+
+    def rope_latent(self, states: Tensor, positions: list[int]) -> Tensor:
+        """`rope` of the last dimensions. Those that turn together come out half the width apart, as of most models."""
+        width, module = self.config.qk_rope_head_dim, sys.modules[type(self.decoder).__module__]
+        kept, states = states[..., :-width], states[..., -width:].transpose(0, 1)[None]
+        angles = self.decoder.rotary_emb(states, torch.tensor([positions]))
+        if self.config.model_type == "deepseek_v2":
+            turned = in_halves(module.apply_rotary_emb(states, states, angles)[0])
+        elif self.config.rope_interleave:
+            turned = module.apply_rotary_pos_emb_interleave(states, states, *angles)[0]
+        else:
+            turned = module.apply_rotary_pos_emb(states, states, *angles)[0]
+        return torch.cat((kept, turned[0].transpose(0, 1)), -1)
+
+    def heads(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention is over, [T, heads, D] each: keys and values themselves, or what the latent expands to."""
+        if not self.is_latent:
+            return keys, values
+        config, weight = self.config, self.decoder.layers[layer].self_attn.kv_b_proj.weight
+        by_head = weight.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        expanded = torch.einsum("tr,hdr->thd", values[:, 0], by_head)
+        own, values = expanded[..., : config.qk_nope_head_dim], expanded[..., config.qk_nope_head_dim :]
+        return torch.cat((own, keys.expand(-1, own.shape[1], -1)), -1), values
 
     def finish(
         self, layer: int, hidden: Tensor, q: Tensor, positions: list[int], keys: Tensor, values: Tensor
@@ -118,7 +162,8 @@ class Reference:
             layer_keys[fresh], layer_values[fresh] = self.rope(layer, k, fresh), v
             asked.append(q[[fresh.index(position) for position in queries]])
             rows = [q[fresh.index(position)] for position in queries]
-            seen.append(torch.stack([self.weights(layer, *row, layer_keys) for row in zip(rows, queries, strict=True)]))
+            met, _ = self.heads(layer, layer_keys, layer_values)
+            seen.append(torch.stack([self.weights(layer, *row, met) for row in zip(rows, queries, strict=True)]))
             keys[layer][fresh], values[layer][fresh] = layer_keys[fresh], layer_values[fresh]
             hidden = self.finish(layer, hidden, q, fresh, layer_keys, layer_values)
         return asked, seen
@@ -141,6 +186,7 @@ class Reference:
 
     def output(self, layer: int, q: Tensor, queries: list[int], keys: Tensor, values: Tensor) -> Tensor:
         """Attention output [Q, heads, D] before the projection. What a query does not see may be NaN."""
+        keys, values = self.heads(layer, keys, values)
         group, outputs = q.shape[1] // keys.shape[1], []
         for row, position in zip(q, queries, strict=True):
             weights = self.weights(layer, row, position, keys[: position + 1])
@@ -188,10 +234,10 @@ class Reference:
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
-        heads = self.project(0, self.decoder.embed_tokens(torch.tensor(ids[:1])))[1].shape[1]
-        keys = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
-        values = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
-        before_rope = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
+        _, k, v = self.project(0, self.decoder.embed_tokens(torch.tensor(ids[:1])))
+        keys, values, before_rope = (
+            [torch.zeros(len(ids), *like.shape[1:]) for _ in range(self.num_layers)] for like in (k, v, k)
+        )
         candidates, computed, start = set(), set(), 0
         chunk_of: dict[int, int] = {}
         for number, span in enumerate(spans):
@@ -272,6 +318,28 @@ class Reference:
             hidden = self.finish(layer, hidden, q, running, keys[layer], values[layer])
         logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)
+
+
+def in_halves(pairs: Tensor) -> Tensor:
+    """[..., D] whose neighbours turn together: those of even places first."""
+    order = [*range(0, pairs.shape[-1], 2), *range(1, pairs.shape[-1], 2)]
+    return pairs[..., order]
+
+
+def as_held(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What a stock model's cache has, [..., T, D], as `Reference` has it."""
+    if not hasattr(model.config, "kv_lora_rank"):
+        return keys, values
+    return (in_halves(values) if model.config.model_type == "deepseek_v2" else values), keys
+
+
+def as_cached(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`as_held`, undone."""
+    if not hasattr(model.config, "kv_lora_rank"):
+        return keys, values
+    half = keys.shape[-1] // 2
+    in_pairs = [place // 2 + half * (place % 2) for place in range(2 * half)]
+    return values, keys[..., in_pairs] if model.config.model_type == "deepseek_v2" else keys
 
 
 def told_by(values: Tensor, chunk_of: dict[int, int], told: list[int], kept: list[int]) -> Callable[[Tensor], Tensor]:

@@ -298,6 +298,8 @@ def _check(
     if layer in known.queries:
         length = len(plan.token_ids)
         stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
+        if model.attended is not None:
+            stale, fresh = model.attended(layer, stale), model.attended(layer, fresh)
         effect = repair_effect(known.queries[layer], stale, rows, fresh)
         evidence = replace(evidence, effect=effect if plan.sum_over_ranks is None else plan.sum_over_ranks(effect))
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))

@@ -9,17 +9,19 @@ Knows transformers' modules by their attributes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ragblend.engine.fusion.rope import exact_context
+from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
 _WAY_OUT = (
     "ragblend fuses decoders whose layers are all attention with RoPE, over everything or a sliding window: Llama, "
-    "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 3, gpt-oss and their relatives"
+    "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 3, gpt-oss, DeepSeek V2 and V3 and their relatives"
 )
 
 WINDOWED = "sliding_attention"
@@ -33,10 +35,12 @@ class Family:
 
     tapped = "k_proj"  # the module whose output `tapped_keys` makes pre-RoPE keys of
     half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
+    complex_tables = False  # and as one complex number
 
     def __init__(self, config: Any) -> None:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
+        self.kv_shape = (self.num_kv_heads, self.head_dim, self.head_dim)  # H, D of keys, D of values, as they are held
         self.embedding_multiplier: float = getattr(config, "embedding_multiplier", 1.0) or 1.0  # Granite
         self.logits_scaling: float = getattr(config, "logits_scaling", 1.0) or 1.0  # Granite
         self.logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
@@ -144,7 +148,88 @@ class WithSinks(Family):
         return hasattr(attention, "sinks") and super().fits(attention)
 
 
-FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Clipped, WithSinks, Family)
+class Latent(Family):
+    """One latent vector per token, of which each layer expands keys and values of all heads, and one rotated part of
+    the keys that they share: MLA (DeepSeek V3, GLM-4 MoE Lite).
+
+    Held as one head, the rotated part as keys, the latent after its norm as values: expanding it is linear, so whatever
+    moves the latent by a sum of changes moves keys and values by the sum of theirs.
+    """
+
+    tapped = "kv_a_proj_with_mqa"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rank: int = config.kv_lora_rank
+        self.kv_shape = (1, config.qk_rope_head_dim, self.rank)
+        self.in_pairs: bool = getattr(config, "rope_interleave", False)  # whether neighbours turn, as projected
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """Whether it keeps the latent and expands it, and sees everything before it: an index chooses (DSA)."""
+        parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "expand_kv")
+        return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
+
+    def projections(self, attention: Any) -> list[nn.Module]:
+        """The one that makes the latent: what expands it is part of attention."""
+        return [attention.kv_a_proj_with_mqa]
+
+    def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Of its output [R, rank + D] the last, and the first, normed."""
+        projected = attention.kv_a_proj_with_mqa(normed)
+        latent = attention.kv_a_layernorm(projected[..., : self.rank])
+        return self.tapped_keys(attention, projected), latent[..., None, :]
+
+    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+        """The part that is rotated."""
+        keys = output[..., None, self.rank :]
+        return _apart(keys) if self.in_pairs else keys
+
+    def held(self, cached: LayerKV) -> LayerKV:
+        """What a layer gives its cache, [1, T, D]: the latent for keys, the rotated part, taken apart, for values."""
+        return LayerKV(cached.values, cached.keys)
+
+    def cached(self, held: LayerKV) -> LayerKV:
+        """What a layer wants of its cache: `held`, undone."""
+        return LayerKV(held.values, held.keys)
+
+    def attended(self, layers: Sequence[Any], layer: int, held: LayerKV) -> LayerKV:
+        """The keys, rotated, and values [heads, T, D] that queries meet: the layer itself expands what is held."""
+        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.cached(held)))
+        return LayerKV(keys[0], values[0])
+
+
+class LatentInPairs(Latent):
+    """MLA whose neighbouring dimensions turn, by complex numbers, and stay where they are (DeepSeek V2)."""
+
+    half_tables = complex_tables = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.in_pairs = True
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """By its name: nothing else about it is different."""
+        return super().fits(attention) and attention.config.model_type == "deepseek_v2"
+
+    def held(self, cached: LayerKV) -> LayerKV:
+        """Here the dimensions that turn together are half the width apart."""
+        return LayerKV(_apart(cached.values), cached.keys)
+
+    def cached(self, held: LayerKV) -> LayerKV:
+        """Neighbours again, as the queries have them."""
+        return LayerKV(held.values, torch.stack(held.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
+
+
+def _apart(pairs: Tensor) -> Tensor:
+    """[..., D], of neighbours that turn together first those that come first."""
+    return torch.cat((pairs[..., 0::2], pairs[..., 1::2]), dim=-1)
+
+
+FAMILIES: tuple[type[Family], ...] = (
+    FusedProjection, NormOverHeads, Clipped, WithSinks, LatentInPairs, Latent, Family,
+)  # fmt: skip
 """The first that fits is taken."""
 
 
@@ -189,15 +274,15 @@ def refuse_unsupported(model: Any) -> None:
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     foreign = sorted(kinds - {"full_attention", WINDOWED})
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{name} has multi-head latent attention (MLA): its cache is one vector per token that all heads share, "
-            f"where ragblend stores and places keys and values of heads. {_WAY_OUT}"
-        )
     if not _RECURRENT.isdisjoint(kinds):
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
             f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
+        )
+    if getattr(config, "index_topk", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} has multi-head latent attention (MLA) with an index, which chooses the tokens that are seen by "
+            f"keys of its own: ragblend does not store those. {_WAY_OUT}"
         )
     decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):

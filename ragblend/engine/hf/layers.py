@@ -25,7 +25,7 @@ from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
 from ragblend.engine.hf.adapters import adapters_at_work
-from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
+from ragblend.engine.hf.families import Latent, context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import RagblendError
 
@@ -120,17 +120,20 @@ def _attention(
     return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
 
 
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The eager attention of the model's own file: models of several families may be loaded, and share a name."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
+    return attended
+
+
 def _plug_in(model: Any) -> None:
     """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same
         return
-    whole = ALL_ATTENTION_FUNCTIONS.get(own, None)
-    if whole is None:  # each family has an eager one of its own
-        attention = text_decoder(model).layers[0].self_attn
-        whole = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", sdpa_attention_forward)
     name = f"{ATTENTION}_{own}"
-    AttentionInterface.register(name, partial(_attention, whole=whole))
+    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
     model.set_attn_implementation(name)
 
@@ -138,22 +141,31 @@ def _plug_in(model: Any) -> None:
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
 
-    def __init__(self, fused: FusedLayers, turns: _Turns, told: Told | None = None) -> None:
+    def __init__(
+        self, fused: FusedLayers, turns: _Turns, told: Told | None = None, latent: Latent | None = None
+    ) -> None:
         super().__init__(layers=[])
         self._fused = fused
         self._turns = turns
         self._told = told
+        self._latent = latent
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
+        """Scatter [1, H, R, D] and return [1, H, end, D] of keys and values."""
         rows, _, end, cos, sin = self._turns
+        fresh = LayerKV(key_states[0], value_states[0])
+        if self._latent is not None:
+            fresh = self._latent.held(fresh)
         if self._told is not None:
             places, tell = self._told
-            tell(LayerKV(unrotate(key_states[0][:, places], cos[places], sin[places]), value_states[0][:, places]))
-        self._fused.write(layer_idx, rows, key_states[0], value_states[0])
-        return self._fused.keys(layer_idx)[None, :, :end], self._fused.values(layer_idx)[None, :, :end]
+            tell(LayerKV(unrotate(fresh.keys[:, places], cos[places], sin[places]), fresh.values[:, places]))
+        self._fused.write(layer_idx, rows, *fresh)
+        whole = LayerKV(self._fused.keys(layer_idx)[:, :end], self._fused.values(layer_idx)[:, :end])
+        if self._latent is not None:
+            whole = self._latent.cached(whole)
+        return whole.keys[None], whole.values[None]
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
@@ -161,14 +173,16 @@ class _PackedCache(Cache):  # type: ignore[misc]
 
     values: Tensor  # [H, R, D]
 
-    def __init__(self) -> None:
+    def __init__(self, latent: Latent | None = None) -> None:
         super().__init__(layers=[])
+        self._latent = latent
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """[1, H, R, D] each."""
-        self.values = value_states[0]
+        fresh = LayerKV(key_states[0], value_states[0])
+        self.values = (fresh if self._latent is None else self._latent.held(fresh)).values
         return key_states, value_states
 
 
@@ -187,12 +201,15 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
+        self._latent = self._family if isinstance(self._family, Latent) else None
         _plug_in(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
         self._rotary = self._decoder.rotary_emb
+        self.attended = None if self._latent is None else partial(self._latent.attended, self._layers)
+        """The keys and values [heads, T, D] that a layer's queries meet, where what is held of it is a latent."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = adapters_at_work(model) if getattr(model, "peft_config", None) else ""
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
@@ -204,8 +221,7 @@ class TransformersLayers:
         seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
         self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
         """The layers that see everything, where others see a window only; () where all are alike."""
-        self.head_dim = self._family.head_dim
-        self.kv_shapes = [(self._family.num_kv_heads, self.head_dim, self.head_dim)] * len(self._layers)
+        self.kv_shapes = [self._family.kv_shape] * len(self._layers)
         kv_modules = self._family.projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
@@ -272,21 +288,23 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
     ) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told, self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
-        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]))
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """The decoder layer itself over `rows`; `how` is for `_attention`."""
         turns = self._turns_of(rows, self._kinds[layer])
         width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
-        embeddings = (turns.cos[None, :, :width].to(hidden.dtype), turns.sin[None, :, :width].to(hidden.dtype))
+        cos, sin = turns.cos[None, :, :width], turns.sin[None, :, :width]
+        is_complex = self._family.complex_tables
+        embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
@@ -315,8 +333,9 @@ class TransformersLayers:
         `rows` [R] are the positions behind `prefix`, counted anew in every chunk. Each chunk sees the prefix and
         itself. Also returns their pre-RoPE keys and values [H, R, D]. Leaves `prefix` as it is.
         """
-        length, cache = prefix.length, _PackedCache()
-        packed = Packed(LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length]), spans)
+        length, cache = prefix.length, _PackedCache(self._latent)
+        behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
+        packed = Packed(behind if self.attended is None else self.attended(layer, behind), spans)
         hidden, keys = self._tapped(layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed))
         return hidden, LayerKV(keys, cache.values)
 
@@ -347,8 +366,7 @@ class TransformersLayers:
             self._check_adapters()
         # A cache that knows no config: transformers' own forgets what has left a layer's window.
         output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
-        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
-        return output.logits[0, -1].float(), layers
+        return output.logits[0, -1].float(), self._held(output.past_key_values)
 
     def prefill_in_pieces(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
         """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
@@ -356,7 +374,11 @@ class TransformersLayers:
         for piece in token_ids.tensor_split(list(cuts)):
             output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = output.logits[0, -1].float()
-        return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return logits, self._held(cache)
+
+    def _held(self, cache: Any) -> list[LayerKV]:
+        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return layers if self._latent is None else [self._latent.held(layer) for layer in layers]
 
     @contextmanager
     def as_checked(self, window: int) -> Iterator[None]:
@@ -367,19 +389,23 @@ class TransformersLayers:
         own, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
         routers = [] if self.dtype == torch.float32 else routers
-        chosen = [router.top_k for router in routers]
+        chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
         if any(windows):
             self.config.sliding_window = window  # from which transformers makes its masks
             self._windows = tuple(window if each is not None else None for each in windows)
         for router in routers:
             router.top_k = router.num_experts
+            if hasattr(router, "topk_group"):  # of groups of experts, some (DeepSeek V2 and V3)
+                router.topk_group = router.num_group
         try:
             yield
         finally:
             if any(windows):
                 self.config.sliding_window, self._windows = own, windows
-            for router, count in zip(routers, chosen, strict=True):
+            for router, (count, groups) in zip(routers, chosen, strict=True):
                 router.top_k = count
+                if hasattr(router, "topk_group"):
+                    router.topk_group = groups
 
     def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
         """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
@@ -402,7 +428,8 @@ class TransformersLayers:
             positions = torch.arange(size, device=self.device)[None]
             dummy = torch.empty(0, dtype=torch.float32, device=self.device)
             which = {"layer_type": kind} if kind else {}
-            cos, sin = (table[0] for table in self._rotary(dummy, position_ids=positions, **which))
+            turned = self._rotary(dummy, position_ids=positions, **which)
+            cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
             if self._family.half_tables:
                 cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
             known = self._tables[kind] = (cos, sin)

@@ -97,7 +97,10 @@ def _model_refusals(model: Any) -> list[str]:
     if getattr(model, "is_multimodal_model", False):
         reasons.append("it is multimodal: image tokens have no ids to make a key of")
     if getattr(model, "use_mla", False):
-        reasons.append("its attention is MLA, whose cache holds no per-head keys and values")
+        reasons.append(
+            "its attention is MLA: a layer of another class than the connector drives writes one latent per token, "
+            "which all heads share, and attends to that (docs/models.md)"
+        )
     if getattr(model, "is_hybrid", False):
         reasons.append("it has recurrent (state space) layers, whose state cannot be put together from chunks")
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Reference
+from reference import Reference, as_cached
 from test_fuse import INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full_prefill, make_prompt
 from torch import Tensor
 from transformers import DynamicCache
@@ -42,7 +42,8 @@ def eager_attention(model: Any, prompt: Prompt, layers: tuple[int, ...]) -> Tens
     stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
     kv, end = DynamicCache(), len(prompt.ids) - QUESTION
     for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
-        kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
+        placed = (each[:end].transpose(0, 1)[None] for each in (keys, values))
+        kv.update(*as_cached(model, *placed), layer)
     with torch.no_grad():
         seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
     return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)

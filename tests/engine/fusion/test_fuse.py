@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WINDOWED
+from conftest import LATENT, WINDOWED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Reference, Span, gradual_shares
+from reference import Reference, Span, as_cached, as_held, gradual_shares
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -28,7 +28,7 @@ from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
-INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *WINDOWED)
+INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *LATENT, *WINDOWED)
 GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5), "gpt_oss": (1, 3, 5), "qwen2_window": (0, 1, 2)}
 RATIOS = (0.05, 0.15, 0.5)
 READ_AT = (1, 4)  # of layers 0 .. 5: where the question is read, over KV that is exact there, and over stale KV
@@ -184,7 +184,10 @@ def blend_from_elsewhere(layers: TransformersLayers, *args: Any, **options: Any)
 @torch.no_grad()
 def full_prefill(model: Any, ids: list[int]) -> tuple[Tensor, DynamicCache]:
     kv = DynamicCache()
-    return model(torch.tensor([ids]), past_key_values=kv).logits[0, -1], kv
+    logits = model(torch.tensor([ids]), past_key_values=kv).logits[0, -1]
+    for layer in kv.layers:
+        layer.keys, layer.values = as_held(model, layer.keys, layer.values)
+    return logits, kv
 
 
 def assert_same_kv(fused: FusedKV, kv: DynamicCache) -> None:
@@ -321,7 +324,7 @@ def test_a_prompt_of_one_exact_chunk_is_full_prefill(rule, question, stock_model
     assert_same_kv(outcome.fused, kv)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3_scaling", "yarn", "phi3", "gemma", "granite"])
+@pytest.mark.parametrize("family", ["llama", "llama3_scaling", "yarn", "phi3", "gemma", "granite", *LATENT])
 def test_decoding_from_fused_kv_gives_the_stock_models_greedy_tokens(family, stock_model, tiny_layers):
     prompt, layers = make_prompt(6), tiny_layers(family)
     expected = stock_model(family).generate(
@@ -403,7 +406,8 @@ def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
     stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
     kv, end = DynamicCache(), len(prompt.ids) - QUESTION
     for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
-        kv.update(keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None], layer)
+        placed = (each[:end].transpose(0, 1)[None] for each in (keys, values))
+        kv.update(*as_cached(model, *placed), layer)
     with torch.no_grad():
         seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
     return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)

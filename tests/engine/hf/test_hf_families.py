@@ -36,6 +36,7 @@ ROWS = [
 BUILT_AS = {  # of conftest's families, where a class is several rows
     "Llama 2 and 3.x": "llama3_scaling", "Mistral v0.2 and later": "mistral", "Mistral v0.1": "mistral_window",
     "Qwen2 with windows": "qwen2_window", "Qwen3 with windows": "qwen3_window", "Phi-3-mini-4k": "phi3_window",
+    "DeepSeek V2-Lite": "deepseek_v2_lite",
 }  # fmt: skip
 PER_TYPE = {"sliding_window": 30, "layer_types": ["sliding_attention", "full_attention"] * 3}
 BUILT_WITH: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ BUILT_WITH: dict[str, dict[str, Any]] = {
     "OLMo 3": PER_TYPE,
     "EXAONE 4": PER_TYPE,
 }  # fmt: skip
-BY_TYPE_ALONE = ("MLA", "recurrent", "convolutions", "blocks", "learned")  # refused without looking at weights
+BY_TYPE_ALONE = ("index", "recurrent", "convolutions", "blocks", "learned")  # refused without looking at weights
 
 
 def tiny(row: Row) -> Any:
@@ -85,7 +86,8 @@ def test_the_class_is_what_its_row_says(row):
         return
     with pytest.raises(UnsupportedModelError) as error:
         load(model)
-    reasons = {"MLA": "MLA", "recurrent": "one state of everything", "convolutions": "one state of everything"}
+    state = "one state of everything"
+    reasons = {"index": "with an index", "recurrent": state, "convolutions": state}
     assert all(reason in str(error.value) for word, reason in reasons.items() if word in row.difference)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WINDOWED
+from conftest import LATENT, WINDOWED
+from reference import as_held
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -18,8 +19,6 @@ from transformers import (
     Exaone4ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     JambaConfig,
@@ -47,10 +46,6 @@ from transformers.models.arcee.configuration_arcee import ArceeConfig
 from transformers.models.arcee.modeling_arcee import ArceeForCausalLM
 from transformers.models.cohere.configuration_cohere import CohereConfig
 from transformers.models.cohere.modeling_cohere import CohereForCausalLM
-from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.configuration_glm import GlmConfig
@@ -128,13 +123,7 @@ def refused(config: Any, model: Any, named: str, **fields: Any) -> None:
         refuse_unsupported(tiny)
 
 
-LATENT = [
-    (DeepseekV2Config, DeepseekV2ForCausalLM),
-    (DeepseekV3Config, DeepseekV3ForCausalLM),
-    (DeepseekV32Config, DeepseekV32ForCausalLM),
-    (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-    (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-]
+INDEXED = [(DeepseekV32Config, DeepseekV32ForCausalLM), (GlmMoeDsaConfig, GlmMoeDsaForCausalLM)]
 RECURRENT = [
     (BambaConfig, BambaForCausalLM),
     (FalconH1Config, FalconH1ForCausalLM),
@@ -149,9 +138,9 @@ RECURRENT = [
 ]
 
 
-@pytest.mark.parametrize(("config", "model"), LATENT)
-def test_latent_attention_is_refused_as_such(config, model):
-    refused(config, model, r"multi-head latent attention \(MLA\).*one vector per token", **SIZES)
+@pytest.mark.parametrize(("config", "model"), INDEXED)
+def test_latent_attention_with_an_index_is_refused_for_the_index(config, model):
+    refused(config, model, r"multi-head latent attention \(MLA\) with an index.*keys of its own", **SIZES)
 
 
 @pytest.mark.parametrize(("config", "model"), RECURRENT)
@@ -237,7 +226,7 @@ def test_every_supported_family_passes_the_check(family, tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *WINDOWED])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *WINDOWED])
 def test_half_precision_passes_the_check(family, dtype, tiny_model):
     load(tiny_model(family).to(dtype))
 
@@ -365,7 +354,7 @@ def test_a_mask_that_shows_later_tokens_is_found(tiny_model, monkeypatch: pytest
 def test_shapes_and_depth_are_the_models(family, tiny_layers):
     layers = tiny_layers(family)
     heads = 4 if family == "phi3_mha" else 2
-    assert layers.kv_shapes == [(heads, 16, 16)] * 6
+    assert layers.kv_shapes == [(1, 8, 24) if family in LATENT else (heads, 16, 16)] * 6
     assert layers.num_layers == 6
     assert layers.context_length == 2048
     assert layers.like.dtype == torch.float32
@@ -405,9 +394,23 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
     torch.testing.assert_close(logits, expected.logits[0, -1], atol=1e-4, rtol=0)
     for layer, other in zip(kv, expected.past_key_values.layers, strict=True):
         assert layer.keys.shape[1] == 70
-        last = slice(70 - other.keys.shape[2], 70)  # transformers keeps a window; who decodes from ours may look back
-        torch.testing.assert_close(layer.keys[:, last], other.keys[0], atol=1e-4, rtol=0)
-        torch.testing.assert_close(layer.values[:, last], other.values[0], atol=1e-4, rtol=0)
+        keys, values = as_held(stock_model(family), other.keys[0], other.values[0])
+        last = slice(70 - keys.shape[1], 70)  # transformers keeps a window; who decodes from ours may look back
+        torch.testing.assert_close(layer.keys[:, last], keys, atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer.values[:, last], values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("loaded_later", ["llama", "gpt_oss", "gemma2"])
+def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_later, stock_model, tiny_model):
+    ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1))
+    families = ("llama", "gpt_oss", "deepseek_v2")
+    layers = {family: TransformersLayers(tiny_model(family)) for family in families}
+    TransformersLayers(tiny_model(loaded_later))
+    for family in families:
+        with torch.inference_mode():
+            logits, _ = layers[family].full_prefill(ids)
+            expected = stock_model(family)(ids[None]).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
