@@ -6,7 +6,7 @@ models and vLLM's connector take their fields from here. Knows values, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_args
@@ -53,6 +53,12 @@ def share(low: str, high: str) -> Check:
     return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
 
 
+def _is_structure(value: object) -> bool:
+    return isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(STRUCTURES)
+
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+STRUCTURED = Check(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
@@ -148,6 +154,7 @@ class GenerationOptions:
     )
     seed: int | None = option(None, "Of the choice, where there is one.")
     stop: Sequence[str] | None = option(None, "Texts that end the answer.")
+    structured_outputs: Mapping[str, Any] | None = option(None, "What the answer is held to.", STRUCTURED)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -179,6 +186,7 @@ class GenerationKeywords(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: Sequence[str] | None
+    structured_outputs: Mapping[str, Any] | None
 
 
 def is_url(backend: str) -> bool:

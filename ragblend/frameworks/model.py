@@ -119,6 +119,7 @@ class BlendModel(BaseModel):
     top_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None  # what every answer is held to, see GenerationOptions
     timeout: float | None = None  # seconds for a whole answer
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here

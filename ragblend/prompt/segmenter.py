@@ -251,6 +251,16 @@ class Segmenter:
     def _raw_text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
 
+    def literal(self, text: str) -> list[str | int]:
+        """`text` as a template would be read: plain text, and the control tokens in it as their ids."""
+        pieces: list[str | int] = []
+        start = 0
+        for found in self._control.finditer(text):
+            ids = self._encode(found.group(), split_special_tokens=False)
+            pieces += [text[start : found.start()], *ids]
+            start = found.end()
+        return [piece for piece in (*pieces, text[start:]) if piece != ""]
+
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer, as far as the tokenizer knows."""
         end = self._tokenizer.eos_token_id

@@ -21,6 +21,7 @@ recompute those last. All fields but `mode` and `spans` have defaults.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -183,6 +184,14 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
         else:
             position += 1
     return found
+
+
+def vllm_structure(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there."""
+    return {
+        name: json.dumps(value) if name == "structural_tag" and not isinstance(value, str) else value
+        for name, value in asked.items()
+    }
 
 
 def _is_list(value: object) -> bool:
