@@ -21,7 +21,7 @@ from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.segmenter import Segmenter
 
 # JSON as `json.dumps` writes it: what chat templates show models, and no blank space in which a small one gets lost.
-_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
 
 
@@ -156,7 +156,29 @@ def _laid_out(schema: Any) -> Any:
     """A JSON schema with our layout, unless it asks for its own (llguidance reads it under "x-guidance")."""
     if not isinstance(schema, Mapping):
         raise TypeError(f"{schema!r} is no JSON schema; give an object such as {{'type': 'object', ...}}")
-    return {"x-guidance": _LAYOUT, **schema}
+    closed: dict[str, Any] = _closed(schema)
+    return {"x-guidance": _LAYOUT, **closed}
+
+
+_ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "$defs", "definitions")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those it names, unless it says otherwise: a small model would go on
+    inventing some, and vLLM closes them, too. What is put together by allOf or $ref is left as it is."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name in _NAMED:
+        if isinstance(found.get(name), Mapping):
+            found[name] = {key: _closed(value) for key, value in found[name].items()}
+    for name in _ALTERNATIVES:
+        if isinstance(found.get(name), list):
+            found[name] = [_closed(each) for each in found[name]]
+    found |= {"items": _closed(found["items"])} if "items" in found else {}
+    alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(found)
+    return found | ({"additionalProperties": False} if "properties" in found and alone else {})
 
 
 class _Rules:
