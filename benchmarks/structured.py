@@ -69,10 +69,10 @@ class TimedGuide(TokenGuide):
     taken_s = 0.0
     num_forced = num_allowed = num_same = 0
 
-    def mask(self, logits: Any) -> Any:
+    def mask(self, logits: Any, greedy: bool = False) -> Any:
         """Timed."""
         start_s = perf_counter()
-        masked = super().mask(logits)
+        masked = super().mask(logits, greedy)
         self.taken_s += perf_counter() - start_s
         best = int(logits.argmax())
         if masked[best] == logits[best]:

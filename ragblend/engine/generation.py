@@ -53,7 +53,8 @@ class Guide(Protocol):
 
     ended: bool  # the answer is complete, and nothing may follow
 
-    def mask(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
+    # [vocabulary], what may not come next at minus infinity; `greedy`: untouched where the likeliest may come
+    def mask(self, logits: Tensor, greedy: bool = False) -> Tensor: ...
     def follow(self, token: int, room: int) -> list[int]: ...  # it, and up to `room` in all that can only follow it
 
 
@@ -164,8 +165,9 @@ class GenerationStream:
             return
         prefilled = engine.prefill(request)
         sampler = Sampler(request.options)
+        greedy = request.options.temperature == 0
         guide = request.grammar.guide() if request.grammar is not None else None
-        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits))
+        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits, greedy))
         result.report = report = prefilled.report
         report.ttft_s = perf_counter() - self._start_s
         report.prompt_tokens = request.prompt.num_tokens
@@ -197,7 +199,7 @@ class GenerationStream:
                     result.finish_reason = "length"
                     break
                 logits = engine.decode_step(tokens, prefilled.fused)
-                token = sampler.choose(logits if guide is None else guide.mask(logits))
+                token = sampler.choose(logits if guide is None else guide.mask(logits, greedy))
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest

@@ -150,10 +150,13 @@ class TokenGuide:
         self._matcher = matcher
         self._bits = np.zeros((num_words + 31) // 32, dtype=np.int32)
 
-    def mask(self, logits: Tensor) -> Tensor:
+    def mask(self, logits: Tensor, greedy: bool = False) -> Tensor:
         """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
 
-        Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
+        Rows that a padded vocabulary has beyond the tokenizer's words are among those. `greedy`: only the likeliest
+        token counts; where that one may come, nothing need be masked, which asking for one token tells at once."""
+        if greedy and self._matcher.validate_tokens([int(logits.argmax())]) == 1:
+            return logits
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
         refused = np.unpackbits(~self._bits.view(np.uint8), bitorder="little", count=len(logits)).view(np.bool_)
@@ -161,11 +164,10 @@ class TokenGuide:
 
     def follow(self, token: int, room: int) -> list[int]:
         """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
-        self._matcher.consume_token(token)
-        self._check()
-        forced = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()[: room - 1]
-        if forced:
-            self._matcher.consume_tokens(forced)
+        if not self._matcher.consume_token(token):
+            self._check()
+        forced = self._matcher.compute_ff_tokens()[: room - 1]
+        if forced and not self._matcher.consume_tokens(forced):
             self._check()
         self.ended = self._matcher.is_stopped()
         return [token, *forced]
