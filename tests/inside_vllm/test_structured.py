@@ -25,7 +25,8 @@ A, B = (
     "George Keller lives in Kinport. Julia Bishop works for Synon.",
     "The company has its main office in Wesstad. The firm sells knives.",
 )
-SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}  # the demo model gets lost in blank lines
+SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "structured_outputs_config": COMPACT}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -69,6 +70,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
     command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--structured-outputs-config", json.dumps(COMPACT)]
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
     server = HttpServer(
         command,
@@ -149,6 +151,6 @@ def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBl
 
 
 def test_what_vllm_cannot_follow_it_says(chat: ChatBlend) -> None:
-    with pytest.raises(RagblendError, match="refuses the request"):
+    with pytest.raises(RagblendError, match=r"(refuses the request|Grammar error|egex)"):
         chat.invoke("What?", structured_outputs={"regex": "("})
     assert chat.invoke("What?", max_tokens=2).content is not None

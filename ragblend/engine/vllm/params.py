@@ -187,11 +187,22 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
 
 
 def vllm_structure(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there."""
-    return {
-        name: json.dumps(value) if name == "structural_tag" and not isinstance(value, str) else value
-        for name, value in asked.items()
-    }
+    """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there, its JSON has
+    no more than one blank in a row: a small model would write nothing else."""
+    ((name, value),) = asked.items()
+    if name != "structural_tag" or isinstance(value, str):
+        return dict(asked)
+    return {name: json.dumps(_with_few_blanks(value))}
+
+
+def _with_few_blanks(format: Any) -> Any:
+    if isinstance(format, list):
+        return [_with_few_blanks(each) for each in format]
+    if not isinstance(format, Mapping):
+        return format
+    if format.get("type") == "json_schema":
+        return {"max_whitespace_cnt": 1, **format}
+    return {name: _with_few_blanks(value) for name, value in format.items()}
 
 
 def _is_list(value: object) -> bool:
