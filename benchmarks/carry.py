@@ -1,10 +1,12 @@
-"""How much of the recomputed tokens' change of KV the tokens that are kept should take on: rule `ask`, several shares.
+"""How tokens that are kept should move with the recomputed ones: rule `ask`, several shares, other numbers in `carry`.
 
     make real-model
     python -m benchmarks.carry --model models/smollm2 --data musique --questions 14 --shares 0.8 0.9 1 \
-        --ratios 0.005 0.05 0.15 --out data/results/carry-musique.json
+        --contexts similar --ratios 0.05 0.15 --out data/results/carry-musique.json
+    python -m benchmarks.carry --model models/smollm2 --shares 0.8 --vary LANDMARKS 16 48 96
 
 Of the selection part, because it chooses (`ragblend.engine.fusion.rules.CARRY`). A share of 0 is the rule without it.
+`--vary` measures each value of one of the numbers in `ragblend.engine.fusion.carry` in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.quality.study import run_quality, table_lines
+from ragblend.engine.fusion import carry
 from ragblend.engine.fusion.rules import RULES
 
 
@@ -38,6 +41,10 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
+    parser.add_argument("--contexts", nargs="+", default=["none"], help="what the chunks are stored in")
+    parser.add_argument(
+        "--vary", nargs="+", default=[], metavar=("NAME", "VALUE"), help="a number of carry, and values"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     config = QualityConfig(
@@ -49,12 +56,22 @@ def main() -> None:
         modes=("reuse", "blend"),
         rules=(*map(rule_with, given.shares), "cacheblend"),
         ratios=tuple(given.ratios),
+        contexts=tuple(given.contexts),
     )
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    result = run_quality(config, print)
-    print("\n".join(table_lines(result)))
+    name, *values = given.vary or [""]
+    if given.vary and (not hasattr(carry, name) or not values):
+        parser.error(f"--vary {' '.join(given.vary)}: name a number of ragblend.engine.fusion.carry, and values for it")
+    found = {}
+    for value in values or [""]:
+        if name:
+            setattr(carry, name, type(getattr(carry, name))(float(value)))
+            print(f"\n{name} = {getattr(carry, name)}")
+        result = run_quality(config, print)
+        print("\n".join(table_lines(result)))
+        found[f"{name} = {value}" if name else "as it is"] = result.as_dict()
     if given.out is not None:
-        given.out.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+        given.out.write_text(json.dumps(found if name else found["as it is"], indent=1) + "\n")
 
 
 if __name__ == "__main__":

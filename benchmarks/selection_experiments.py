@@ -93,7 +93,9 @@ def last_of_chunk(evidence: Evidence) -> Tensor:
 class ReadInTheMiddle(Rule):
     """A rule that reads the question in the demo model's middle layers (of 0 .. 4), wherever the checks are."""
 
-    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
+    def probe_layers(
+        self, checks: Sequence[Check], num_layers: int, global_layers: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Layers 1, 2 and 3."""
         return (1, 2, 3)
 

@@ -27,6 +27,7 @@ from ragblend.options import (
     GenerationKeywords,
     GenerationOptions,
     Mode,
+    ModelOptions,
     RatioChoice,
     TierOptions,
     at_least,
@@ -49,7 +50,7 @@ _EMBEDDERS = ("auto", "minilm", "hashing")
 class Settings(TierOptions):
     """What every command and `load_engine` can be told. Paths are relative to the working directory."""
 
-    model: str = option("demo", "'demo', a Hugging Face id or a local path.")
+    model: str = option("demo", "'demo', a Hugging Face id, a local path, or a GGUF: file.gguf, repo:file.gguf.")
     backend: str = option(
         "transformers",
         "transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
@@ -58,10 +59,8 @@ class Settings(TierOptions):
             "transformers, vllm or a server's http://HOST:PORT",
         ),
     )
-    dtype: str = option(
-        "auto", "auto, float32, bfloat16 or float16.", one_of("auto", "float32", "bfloat16", "float16")
-    )  # auto: the checkpoint's, float32 on CPU
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    dtype: str = same_as(ModelOptions, "dtype")
+    device: str = same_as(ModelOptions, "device")
     index: str = option("ragblend-data/index", "Directory of the index.")
     store: str = option("ragblend-data/kv", "Directory of the KV store.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
@@ -85,7 +84,7 @@ class Settings(TierOptions):
     temperature: float = same_as(GenerationOptions, "temperature")
     system: str | None = option(None, "System text that chunks are precomputed behind.")
     namespace: str = option("", "Tenant; never reads another's KV.")
-    trust_remote_code: bool = option(False, "Run code of the model's repo.", flag="--trust-remote-code")
+    trust_remote_code: bool = same_as(ModelOptions, "trust_remote_code")
     shadow: float = option(
         0.0,
         "Run full prefill beside this share of the requests, after the answer; 0 to 1.",

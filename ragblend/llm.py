@@ -95,12 +95,14 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     """A LangChain chat model that answers from fused chunk KV.
 
     `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
-    recompute_ratio, max_tokens, temperature, stop, separator, strict and `segments=[...]` (strings, Chunks or Documents
-    that are in the messages word for word). Chunks are also taken from content blocks
-    `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents in a ToolMessage's artifact.
-    `bind_tools` and `with_structured_output` hold the answer to calls and schemas while it is written, so that they are
-    valid whatever the model knows; the extra `structured` is needed for it, save with vLLM. A prompt beyond the model's
-    context raises PromptOverflowError: our PromptTooLongError, and LangChain's ContextOverflowError.
+    recompute_ratio, max_tokens, temperature, top_k and the other fields of sampling, stop, separator, strict and
+    `segments=[...]` (strings, Chunks or Documents that are in the messages word for word). `logprobs=True` puts
+    `logprobs` into `response_metadata`, in OpenAI's form; `n` answers to one prompt are several generations. Chunks are
+    also taken from content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents
+    in a ToolMessage's artifact. `bind_tools` and `with_structured_output` hold the answer to calls and schemas while it
+    is written, so that they are valid whatever the model knows; the extra `structured` is needed for it, save with
+    vLLM. A prompt beyond the model's context raises PromptOverflowError: our PromptTooLongError, and LangChain's
+    ContextOverflowError.
     """
 
     model_config = _CONFIG
@@ -175,7 +177,11 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, **kwargs)
-        return _chat_result(self, request, self._answer(request))
+        result = _chat_result(self, request, self._answer(request))
+        if request.options.n:
+            more = (_chat_result(self, request, each) for each in self._more_answers(request))
+            result.generations += [each.generations[0] for each in more]
+        return result
 
     async def _agenerate(
         self,
@@ -184,11 +190,12 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        def answer(cancelled: threading.Event) -> tuple[Request, Generation]:
+        def answer(cancelled: threading.Event) -> tuple[Request, list[Generation]]:
             request = self._request(messages, stop, **kwargs)
-            return request, self._answer(request, cancelled)
+            return request, [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
 
-        return _chat_result(self, *await run_in_thread(answer))
+        request, answers = await run_in_thread(answer)
+        return ChatResult(generations=[_chat_result(self, request, each).generations[0] for each in answers])
 
     def _stream(
         self,
@@ -198,6 +205,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> Generator[ChatGenerationChunk]:
         request = self._request(messages, stop, **kwargs)
+        _refuse_several(request)
         stream = self._open(request)
         for message in _chunks(self, request, self._pieces(stream, request)):
             chunk = ChatGenerationChunk(message=message)
@@ -296,7 +304,14 @@ class BlendLLM(_LangChainModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return _llm_result(self, [self._answer(self._request(prompt, stop, **kwargs)) for prompt in prompts])
+        requests = [self._request(prompt, stop, **kwargs) for prompt in prompts]
+        return _llm_result(
+            self,
+            [
+                [self._answer(request), *(self._more_answers(request) if request.options.n else ())]
+                for request in requests
+            ],
+        )
 
     async def _agenerate(
         self,
@@ -305,8 +320,12 @@ class BlendLLM(_LangChainModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        def answer(prompt: str) -> Callable[[threading.Event], Generation]:
-            return lambda cancelled: self._answer(self._request(prompt, stop, **kwargs), cancelled)
+        def answer(prompt: str) -> Callable[[threading.Event], list[Generation]]:
+            def answers(cancelled: threading.Event) -> list[Generation]:
+                request = self._request(prompt, stop, **kwargs)
+                return [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
+
+            return answers
 
         return _llm_result(self, [await run_in_thread(answer(prompt)) for prompt in prompts])
 
@@ -318,6 +337,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
         **kwargs: Any,
     ) -> Generator[GenerationChunk]:
         request = self._request(prompt, stop, **kwargs)
+        _refuse_several(request)
         stream = self._open(request)
         for piece in self._pieces(stream, request):
             chunk = GenerationChunk(text=piece)
@@ -418,12 +438,13 @@ def _usage(result: Generation) -> UsageMetadata:
 
 def _facts(model: BlendModel, result: Generation) -> dict[str, Any]:
     """What goes into `response_metadata`; the report is under "ragblend"."""
-    return {
+    facts = {
         "model_name": model.model,
         "model_provider": "ragblend",
         "finish_reason": result.finish_reason,
         "ragblend": result.report.as_dict(),
     }
+    return facts if result.logprobs is None else facts | {"logprobs": model._logprobs(result)}
 
 
 def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
@@ -445,11 +466,22 @@ def _chat_result(model: BlendModel, request: Request, result: Generation) -> Cha
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def _llm_result(model: BlendModel, results: Sequence[Generation]) -> LLMResult:
-    usages = [_usage(result) for result in results]
+def _llm_result(model: BlendModel, answers: Sequence[Sequence[Generation]]) -> LLMResult:
+    """`answers`: of every prompt, one or more."""
+    usages = [_usage(result) for results in answers for result in results]
     names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
     token_usage = {theirs: sum(usage[ours] for usage in usages) for ours, theirs in names.items()}  # type: ignore[literal-required]
     return LLMResult(
-        generations=[[TextGeneration(text=result.text, generation_info=_facts(model, result))] for result in results],
+        generations=[
+            [TextGeneration(text=result.text, generation_info=_facts(model, result)) for result in results]
+            for results in answers
+        ],
         llm_output={"model_name": model.model, "token_usage": token_usage},
     )
+
+
+def _refuse_several(request: Request) -> None:
+    if request.options.n not in (None, 1):
+        raise UsageError(
+            f"n is {request.options.n}; a stream has one answer: use invoke, generate or batch for several"
+        )

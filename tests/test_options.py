@@ -25,6 +25,15 @@ from ragblend.options import GenerationKeywords, GenerationOptions, TierKeywords
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"stop": ["a", ""]}, "a stop string is empty"),
+        ({"top_k": -1}, r"top_k is -1; choose a whole number, 0 \(all\) or more"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; choose more than 0"),
+        ({"presence_penalty": 3}, "presence_penalty is 3; choose a number from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias is .*; choose a dictionary of token ids"),
+        ({"logit_bias": {5: 200}}, "from -100 .never. to 100"),
+        ({"top_logprobs": 3}, "top_logprobs is 3 and logprobs is off; give logprobs=True too"),
     ],
 )
 def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:

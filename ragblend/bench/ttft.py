@@ -28,6 +28,7 @@ from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
 
 _NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
@@ -211,6 +212,6 @@ def bench_ttft(config: TtftConfig, *, plot: Path | None = None, echo: Callable[[
 
 def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
     if config.model is not None:
-        return engine_for_model(load_model(config.model, config.dtype, config.device), store)
+        return engine_for_model(load_model(config.model, ModelOptions(config.dtype, config.device)), store)
     assert config.shape is not None
     return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)

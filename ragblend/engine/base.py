@@ -68,7 +68,8 @@ class EngineBase(ABC):
         if context is not None:
             CONTEXT.of("context", context)
         known = context or remembered_context(store)
-        self.context: ContextPolicy = known or default_context(num_layers)
+        self.default_context = default_context(num_layers)
+        self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
         self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None

@@ -10,14 +10,85 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 
 
-class Sampler:
-    """Chooses one token per call; keeps its own random state, so requests do not disturb each other."""
+class LogitShape:
+    """Penalties, bias and limits of the choice, by transformers' own logits processors, over one answer's tokens.
 
-    def __init__(self, options: GenerationOptions) -> None:
+    Presence and frequency count the answer alone, as OpenAI and vLLM do; transformers has no processor for them.
+    """
+
+    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
+        from transformers.generation.logits_process import (
+            LogitsProcessorList,
+            MinPLogitsWarper,
+            RepetitionPenaltyLogitsProcessor,
+            SequenceBiasLogitsProcessor,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
         self._options = options
+        self._ids = list(prompt_ids)
+        self._num_prompt_ids = len(self._ids)
+        self._processors, self._limits = LogitsProcessorList(), LogitsProcessorList()
+        bias = {(int(token),): float(value) for token, value in (options.logit_bias or {}).items() if value}
+        if bias:
+            self._processors.append(SequenceBiasLogitsProcessor(bias))
+        if options.repetition_penalty is not None:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+        if options.top_k:
+            self._limits.append(TopKLogitsWarper(options.top_k))
+        if options.top_p < 1:
+            self._limits.append(TopPLogitsWarper(options.top_p))
+        if options.min_p:
+            self._limits.append(MinPLogitsWarper(options.min_p))
+
+    def penalised(self, logits: Tensor) -> Tensor:
+        """`logits` [vocabulary] with bias and penalties. Raises UsageError for a bias on a token that is none."""
+        scores = logits.float()[None]
+        try:
+            scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)[0]
+        except ValueError as error:
+            raise UsageError(f"logit_bias cannot be used: {error}") from error
+        presence, frequency = self._options.presence_penalty or 0.0, self._options.frequency_penalty or 0.0
+        answer = self._ids[self._num_prompt_ids :]
+        if answer and (presence or frequency):
+            counts = torch.bincount(torch.tensor(answer, device=scores.device), minlength=len(scores)).to(scores.dtype)
+            scores = scores - presence * (counts > 0) - frequency * counts
+        penalised: Tensor = scores
+        return penalised
+
+    def limited(self, scaled: Tensor) -> Tensor:
+        """`scaled` [vocabulary], divided by the temperature, without what may not be chosen."""
+        limited: Tensor = self._limits(torch.tensor([self._ids]), scaled[None])[0]
+        return limited
+
+    def push(self, token: int) -> None:
+        """Note what was chosen."""
+        self._ids.append(token)
+
+
+_PLAIN = (None,) * 6
+
+
+class Sampler:
+    """Chooses one token per call; keeps its own random state, so requests do not disturb each other.
+
+    `prompt_ids` are what a repetition penalty looks at, besides the answer. `logprobs` has, where it was asked for, per
+    token its id, its log-probability and those of the likeliest ones.
+    """
+
+    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
+        self._options = options
+        asked = (
+            options.top_k, options.min_p, options.repetition_penalty, options.presence_penalty,
+            options.frequency_penalty, options.logit_bias,
+        )  # fmt: skip
+        self._shape = LogitShape(options, prompt_ids) if asked != _PLAIN else None
+        self.logprobs: list[tuple[int, float, list[tuple[int, float]]]] | None = [] if options.logprobs else None
         self._generator = torch.Generator()
         if options.seed is None:
             self._generator.seed()
@@ -26,13 +97,29 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> int:
         """A token id from `logits` [vocabulary]."""
+        shape = self._shape
+        scores = logits if shape is None else shape.penalised(logits)
         if self._options.temperature == 0:
-            return int(logits.argmax())
-        probabilities = (logits.float().cpu() / self._options.temperature).softmax(dim=-1)
-        ordered, ids = probabilities.sort(descending=True)
-        # A token stays while the mass before it is below top_p, so the first always stays.
-        ordered[ordered.cumsum(dim=-1) - ordered >= self._options.top_p] = 0
-        return int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
+            token = int(scores.argmax())
+        else:
+            scaled = scores.float().cpu() / self._options.temperature
+            scaled = scaled if shape is None else shape.limited(scaled)
+            ordered, ids = scaled.softmax(dim=-1).sort(descending=True)
+            # A token stays while the mass before it is below top_p, so the first always stays.
+            ordered[ordered.cumsum(dim=-1) - ordered >= (self._options.top_p if shape is None else 1.0)] = 0
+            token = int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
+        if shape is not None:
+            shape.push(token)
+        if self.logprobs is not None:
+            self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
+        return token
+
+
+def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, list[tuple[int, float]]]:
+    """Of the chosen token, and of the `num_top` likeliest, by the model's own `logits` [vocabulary]."""
+    found = logits.float().log_softmax(dim=-1)
+    values, ids = found.topk(min(num_top, len(found)))
+    return token, float(found[token]), list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 class StopScanner:

@@ -20,7 +20,7 @@ from ragblend.engine.decoding import Sampler, StopScanner
 from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.rules import Check
-from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import Fit
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
@@ -164,7 +164,7 @@ class GenerationStream:
         if engine.closed:
             return
         prefilled = engine.prefill(request)
-        sampler = Sampler(request.options)
+        sampler = Sampler(request.options, request.prompt.token_ids)
         greedy = request.options.temperature == 0
         guide = request.grammar.guide() if request.grammar is not None else None
         token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits, greedy))
@@ -209,6 +209,8 @@ class GenerationStream:
         finally:
             report.decode_s = perf_counter() - decode_start_s
             report.completion_tokens = len(result.token_ids)
+            if sampler.logprobs is not None:
+                result.logprobs = [TokenLogprob(*each) for each in sampler.logprobs[: len(result.token_ids)]]
             self._remember(prefilled.fused)
             engine.backfill(self._request.prompt, prefilled.misses)
             if self._on_end is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -17,75 +18,77 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.store.open import open_store
-from ragblend.options import ContextPolicy, TierKeywords, TierOptions, is_url
+from ragblend.options import (
+    TIER_NAMES,
+    ContextPolicy,
+    LoadKeywords,
+    ModelOptions,
+    TierKeywords,
+    TierOptions,
+    is_url,
+)
 
 
 @overload
 def load_engine(
-    model: str = "demo",
+    model: str | Path | tuple[Any, Any] = "demo",
     store: str | Path | KVStore | None = None,
     *,
     backend: Literal["transformers"] = "transformers",
-    dtype: str = "auto",
-    device: str = "auto",
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
-    trust_remote_code: bool = False,
-    **tiers: Unpack[TierKeywords],
+    **loading: Unpack[LoadKeywords],
 ) -> TransformersEngine: ...
 
 
 @overload
 def load_engine(
-    model: str = "demo",
+    model: str | Path | tuple[Any, Any] = "demo",
     store: str | Path | KVStore | None = None,
     *,
     backend: str,
-    dtype: str = "auto",
-    device: str = "auto",
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
-    trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
-    **tiers: Unpack[TierKeywords],
+    **loading: Unpack[LoadKeywords],
 ) -> Engine: ...
 
 
 def load_engine(
-    model: str = "demo",
+    model: str | Path | tuple[Any, Any] = "demo",
     store: str | Path | KVStore | None = None,
     *,
     backend: str = "transformers",
-    dtype: str = "auto",
-    device: str = "auto",
     system: str | None = None,
     namespace: str = "",
     on_miss: str = "store",
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
-    trust_remote_code: bool = False,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
     max_retries: int | None = None,
-    **tiers: Unpack[TierKeywords],
+    **loading: Unpack[LoadKeywords],
 ) -> Engine:
     """A model with its store, ready to precompute and answer.
 
-    `model`: "demo", a Hugging Face id or a local path. `store`: a directory, any KVStore, or None for memory only.
-    `tiers` are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
+    `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded, whose
+    attention is then ours, with its own inside for its own forward. `store`: a directory, any KVStore, or None for
+    memory only. `loading`: ModelOptions (dtype or torch_dtype, device or device_map, attn_implementation, revision,
+    cache_dir, local_files_only, trust_remote_code, model_kwargs), and TierOptions, the budgets, remote and dtype of
+    `open_store`; a KVStore that is passed has its own.
     `system` is the system text that chunks are precomputed behind. A directory that so far holds only other models'
     KV is refused with StoreMismatchError, unless `new_model` says that this one is to be added. `context`: what the
     store's chunks were computed behind besides the prefix; None is what it remembers, so it is said where the KV is
@@ -96,34 +99,41 @@ def load_engine(
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
     server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
-    and `dtype`, `device` and `tiers` are set where the server starts (UsageError here). `api_key`, `timeout` (seconds)
-    and `max_retries` are for HTTP.
+    and what loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer
+    is found. `api_key`, `timeout` (seconds) and `max_retries` are for HTTP.
     """
+    tiers: TierKeywords = {name: value for name, value in loading.items() if name in TIER_NAMES}  # type: ignore[assignment]
+    asked = ModelOptions.of(**{name: value for name, value in loading.items() if name not in tiers})
+    pair: tuple[Any, Any] | None = None
+    if isinstance(model, str | Path):
+        model = str(model)
+    else:
+        from ragblend.engine.hf.pair import checked_pair, pair_name
+
+        pair = checked_pair(model)
+        model = pair_name(pair)
+        if backend != "transformers":
+            raise UsageError(f"a loaded model is run here; with backend={redacted(backend)!r} give its name or path")
     options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
     options["context"] = context
-    if store is None or isinstance(store, str | Path):
+    if (store is None or isinstance(store, str | Path)) and pair is None:
         options["flags"] = _command_flags(
-            model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")), dtype=dtype,
-            device=device, namespace=namespace, trust_remote_code=trust_remote_code,
+            model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")),
+            namespace=namespace, **asked.changed,
         )  # fmt: skip
     if is_url(backend):
-        if dtype != "auto" or device != "auto" or vllm_options:
-            raise UsageError(
-                f"dtype, device and vllm_options are set where the server starts, not with {redacted(backend)}"
-            )
+        _refuse_loading(asked, "set where the server starts, not", f"with {redacted(backend)}", vllm_options)
         _refuse_tiers(tiers, redacted(backend))
-        asked: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
-        return _load_client(
-            model, store, backend, {name: value for name, value in asked.items() if value is not None},
-            options, trust_remote_code,
-        )  # fmt: skip
+        http: dict[str, Any] = {"api_key": api_key, "timeout": timeout, "max_retries": max_retries}
+        given = {name: value for name, value in http.items() if value is not None}
+        return _load_client(model, store, backend, given, options, asked)
     if backend == "vllm":
-        if device != "auto":
-            raise UsageError(f"device is {device!r}; vLLM takes the device it was built for, choose one with its flags")
-        return _load_vllm(
-            model, store, dtype, vllm_options or {}, TierOptions(**tiers).tiers,
-            options, new_model, trust_remote_code,
-        )  # fmt: skip
+        if asked.device != "auto":
+            raise UsageError(
+                f"device is {asked.device!r}; vLLM takes the device it was built for, choose one with its flags"
+            )
+        _refuse_loading(replace(asked, dtype="auto"), "set by vllm_options, vLLM's own arguments, not", "with vLLM")
+        return _load_vllm(model, store, asked, vllm_options or {}, TierOptions(**tiers).tiers, options, new_model)
     if backend != "transformers":
         raise UsageError(
             f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
@@ -131,6 +141,7 @@ def load_engine(
     from ragblend.engine.hf.engine import TransformersEngine
     from ragblend.engine.hf.layers import TransformersLayers
     from ragblend.engine.hf.model import load_model
+    from ragblend.engine.hf.pair import take_pair
     from ragblend.engine.store.kv import ModelShape, dtype_name
     from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
     from ragblend.prompt.formats import prompt_format
@@ -144,7 +155,7 @@ def load_engine(
         raise UsageError(f"the store that you pass has its dtype: TieredStore(..., kv_dtype={tiers['kv_dtype']!r})")
     else:
         kv_store = store
-    loaded = load_model(model, dtype, device, trust_remote_code)
+    loaded = load_model(model, asked) if pair is None else take_pair(pair, asked)
     layers = TransformersLayers(loaded.model)
     if isinstance(store, str | Path):
         shape = ModelShape.of(dtype_name(layers.dtype), layers.kv_shapes)
@@ -163,11 +174,15 @@ def load_engine(
     )
 
 
+_FLAGS = {"model", "backend", "remote", "dtype", "device", "namespace", "trust_remote_code"}  # those of commands
+
+
 def _command_flags(store: str | Path | None, **settings: Any) -> str:
-    """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees."""
-    if store is None and not is_url(settings["backend"]):
+    """The flags by which a command of ours opens the same engine; "" for KV in memory, which no command sees, and for
+    a model that no flags describe."""
+    if (store is None and not is_url(settings["backend"])) or not set(settings) <= _FLAGS:
         return ""
-    defaults = {"backend": "transformers", "dtype": "auto", "device": "auto"}
+    defaults = {"backend": "transformers"}
     words: list[str] = []
     for name, value in {**settings, "store": store}.items():
         if value and value != defaults.get(name):
@@ -178,6 +193,14 @@ def _command_flags(store: str | Path | None, **settings: Any) -> str:
 def _without_password(url: str | None) -> str | None:
     """The URL, for a log; None where it holds a password, which the environment has then."""
     return None if url is None or has_secret(url) else url
+
+
+def _refuse_loading(asked: ModelOptions, where: str, how: str, more: Mapping[str, Any] | None = None) -> None:
+    """Raise UsageError for what says how weights are loaded, where they are not loaded here; finding them is."""
+    names = [*set(asked.changed) - {"revision", "cache_dir", "local_files_only", "trust_remote_code"}]
+    names += ["vllm_options"] if more else []
+    if names:
+        raise UsageError(f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {where} {how}")
 
 
 def _refuse_tiers(tiers: TierKeywords, url: str) -> None:
@@ -198,7 +221,7 @@ def _load_client(
     url: str,
     connection: dict[str, Any],
     options: dict[str, Any],
-    trust_remote_code: bool,
+    asked: ModelOptions,
 ) -> VllmClient:
     """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
     from ragblend.engine.hf.model import load_tokenizer
@@ -213,7 +236,7 @@ def _load_client(
     opened = Connection(url, **connection)
     try:
         facts = server_facts(opened, model)
-        tokenizer, path = load_tokenizer(model, trust_remote_code)
+        tokenizer, path = load_tokenizer(model, asked)
         if model not in (facts.model, facts.root):
             raise StoreMismatchError(
                 f"the server at {redacted(url)} runs {facts.model!r}, not {model!r}; choose it: --model {facts.model}"
@@ -229,17 +252,16 @@ def _load_client(
 def _load_vllm(
     model: str,
     store: str | Path | KVStore | None,
-    dtype: str,
+    asked: ModelOptions,
     vllm_options: Mapping[str, Any],
     tiers: Mapping[str, Any],
     options: dict[str, Any],
     new_model: bool,
-    trust_remote_code: bool,
 ) -> VllmEngine:
     """An engine with vLLM in this process."""
     from tempfile import TemporaryDirectory
 
-    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.hf.model import find_model, load_tokenizer, model_name
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
     from ragblend.prompt.formats import prompt_format
@@ -250,19 +272,20 @@ def _load_vllm(
             f"store is a {type(store).__name__}; vLLM's workers open the store themselves, give a directory"
         )
     require_vllm()
-    checkpoint = find_checkpoint(model, dtype, trust_remote_code)
+    trust = asked.trust_remote_code
+    found = str(find_model(model, options=asked))
+    checkpoint = find_checkpoint(found, asked.dtype, trust)._replace(name=model_name(model))
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else Path(store)
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), new_model)
     transfer = transfer_config(
-        root, tiers, model=model, system=options["system"], context=options["context"],
-        trust_remote_code=trust_remote_code,
+        root, tiers, model=found, system=options["system"], context=options["context"], trust_remote_code=trust,
     )  # fmt: skip
-    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    tokenizer, path = load_tokenizer(found, ModelOptions(trust_remote_code=trust))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     return VllmEngine(
         checkpoint, segmenter, transfer, place,
-        vllm_options=vllm_options, trust_remote_code=trust_remote_code, **options,
+        vllm_options=vllm_options, trust_remote_code=trust, **options,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.agreement import ShadowReport
 from ragblend.options import MODES as MODES
@@ -102,11 +102,23 @@ def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+class TokenLogprob(NamedTuple):
+    """What the model thought of one token of an answer, before penalties, bias and temperature."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log-probabilities of the likeliest tokens there, the likeliest first
+
+
 @dataclass(slots=True)
 class Generation:
-    """An answer and the facts about it. `finish_reason` is "length" when `max_tokens` or the context ended it."""
+    """An answer and the facts about it. `finish_reason` is "length" when `max_tokens` or the context ended it.
+
+    `logprobs` is per token of `token_ids`, where it was asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     report: BlendReport
+    logprobs: list[TokenLogprob] | None = None

@@ -23,13 +23,23 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer
 
 from ragblend.corpus.texts import ChunkRegistry, registry_of
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
-from ragblend.options import TIER_NAMES, GenerationOptions, Mode, RatioChoice, is_url
+from ragblend.options import (
+    MODEL_NAMES,
+    TIER_NAMES,
+    ContextPolicy,
+    GenerationOptions,
+    Mode,
+    ModelOptions,
+    RatioChoice,
+    is_url,
+    whole_from,
+)
 from ragblend.prompt.prompt import Chunk, Message, Part, SegmentedPrompt, ToolCall
 from ragblend.redaction import redacted, without_secrets
 
@@ -68,9 +78,12 @@ class CallOptions(GenerationOptions):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: Any = None
+    n: int | None = None  # answers to one prompt
 
     def __post_init__(self) -> None:
         GenerationOptions.__post_init__(self)
+        if self.n is not None:
+            whole_from(1).of("n", self.n)
         if self.separator is not None:
             check_separator(self.separator)
 
@@ -81,11 +94,12 @@ _OF_CALLS = frozenset({"segments", "tools", "tool_choice", "parallel_tool_calls"
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 # What `load_engine` takes and no field is for.
 _ENGINE_OPTIONS = frozenset({*TIER_NAMES, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
+_LOADING = tuple(name for name in MODEL_NAMES if name != "trust_remote_code")  # ModelOptions that are fields
 _ENGINE_FIELDS = frozenset(  # what opens an engine
-    {"model", "store", "remote", "backend", "dtype", "device", "system", "namespace", "on_miss", "max_retries"}
-    | {"vllm_options", "engine_options"}
+    {"model", "store", "remote", "backend", "system", "namespace", "on_miss", "context", "max_retries"}
+    | {"vllm_options", "engine_options", *_LOADING}
 )
-_MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options")
+_MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
 _BEFORE_TOOLS = ("functions", "function_call")  # what OpenAI called tools before
 
 
@@ -100,9 +114,11 @@ class BlendModel(BaseModel):
     """Fields and behaviour common to every framework's model over one engine.
 
     Give `engine=`, or what `load_engine` takes: `model`, `store` and so on; models of the same process that name the
-    same ones share one engine. A copy, deep or not, shares the engine. Pickled, a model is its settings: it opens its
-    engine again where it is loaded, with the API key from the environment (`RAGBLEND_API_KEY`), because keys are not
-    kept. One that was given an engine, a registry or a store that is an object cannot be pickled, and says so.
+    same ones share one engine. `model` may be a pair (model, tokenizer) that transformers has loaded; how one is loaded
+    has transformers' names (`torch_dtype` is `dtype`). A copy, deep or not, shares the engine. Pickled, a model is its
+    settings: it opens its engine again where it is loaded, with the API key from the environment (`RAGBLEND_API_KEY`),
+    because keys are not kept. One that was given an engine, a loaded model, a registry or a store that is an object
+    cannot be pickled, and says so.
     `strict=True` raises UnrecognisedChunkError when a prompt holds no known chunk, when a
     chunk given explicitly (or a configured separator) is not in it, or when a chunk's KV is not in the store. A call
     may override every field from `mode` to `strict`.
@@ -110,15 +126,23 @@ class BlendModel(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
 
-    model: str = "demo"
+    model: Any = "demo"  # a name or a path; a loaded (model, tokenizer) becomes its name, and `loaded`
     store: Any = None
     remote: str | None = None  # shared tier under `store`: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL
     backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
-    dtype: str = "auto"
-    device: str = "auto"
+    dtype: Any = Field(default="auto", validation_alias=AliasChoices("dtype", "torch_dtype"))
+    device: Any = "auto"
+    device_map: Any = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    cache_dir: Any = None
+    local_files_only: bool = False
+    adapter: Any = None  # of peft, on top of `model`: a directory or a Hugging Face id
+    model_kwargs: dict[str, Any] | None = None  # for `from_pretrained`: quantization_config, token, config fields
     system: str | None = None  # chunks are precomputed behind it, and it opens every prompt without a system message
     namespace: str = ""
     on_miss: str = "store"
+    context: ContextPolicy | None = None  # what chunks are computed behind besides the prefix; None: the store's
     mode: Mode = "blend"
     rule: str = "auto"
     recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
@@ -128,6 +152,15 @@ class BlendModel(BaseModel):
     seed: int | None = None
     stop: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None  # what every answer is held to, see GenerationOptions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Any, float] | None = None  # token ids, and what is added to their logits
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = None  # answers to one prompt, in LangChain
     timeout: float | None = None  # seconds for a whole answer
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
@@ -137,6 +170,7 @@ class BlendModel(BaseModel):
     strict: bool = False
     max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
     engine: Any = Field(default=None, exclude=True, repr=False)  # an Engine
+    loaded: Any = Field(default=None, exclude=True, repr=False)  # the pair that was given as `model`; not for users
     registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
     opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
 
@@ -144,6 +178,7 @@ class BlendModel(BaseModel):
         """Check the settings, then load or share the engine."""
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
+        self._name_model()
         self._with({})
         unknown = sorted(set(self.engine_options or ()) - _ENGINE_OPTIONS)
         if unknown:
@@ -163,6 +198,18 @@ class BlendModel(BaseModel):
                 self.system = getattr(self.engine, "system", None)
         self._open_engine(key)
 
+    def _name_model(self) -> None:
+        """Have `model`, `dtype` and `device` be texts, whatever they were given as."""
+        if not isinstance(self.model, str | Path):
+            from ragblend.engine.hf.pair import checked_pair, pair_name
+
+            self.loaded = checked_pair(self.model)
+            self.model = pair_name(self.loaded)
+        self.model = str(self.model)
+        self.dtype = ModelOptions.of(dtype=self.dtype).dtype
+        self.device = ModelOptions.of(device=self.device).device
+        self._loading()
+
     @field_serializer(*_MAY_HOLD_SECRETS)
     def _without_secrets(self, value: Any) -> Any:
         """What `model_dump` shows: logs and traces keep it."""
@@ -175,8 +222,14 @@ class BlendModel(BaseModel):
 
     def _engine_settings(self) -> dict[str, Any]:
         """What `share_engine` takes; no secrets."""
-        own = {name: getattr(self, name) for name in _ENGINE_FIELDS - {"vllm_options", "max_retries", "engine_options"}}
-        return own | {"store": _resolved(self.store)} | _backend_options(self) | (self.engine_options or {})
+        others = {"vllm_options", "max_retries", "engine_options", *_LOADING}
+        own = {name: getattr(self, name) for name in _ENGINE_FIELDS - others}
+        own |= {"model": self.loaded or self.model, "store": _resolved(self.store)} | self._loading().changed
+        return own | _backend_options(self) | (self.engine_options or {})
+
+    def _loading(self) -> ModelOptions:
+        """How the model is loaded, save whether its own code may run."""
+        return ModelOptions.of(**{name: getattr(self, name) for name in _LOADING})
 
     def _open_engine(self, api_key: Any = None) -> None:
         """The engine that the settings name, where there is none yet, and its registry."""
@@ -192,7 +245,7 @@ class BlendModel(BaseModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A copy of the settings over the same engine, which is no value."""
-        shared = (self.engine, self.registry, self.store, *self._handlers())
+        shared = (self.engine, self.registry, self.store, self.loaded, *self._handlers())
         return super().__deepcopy__({**(memo or {}), **{id(each): each for each in shared}})
 
     def _handlers(self) -> Iterator[Any]:
@@ -201,7 +254,8 @@ class BlendModel(BaseModel):
 
     def __getstate__(self) -> dict[Any, Any]:
         """The settings that open the engine again. Raises TypeError where there are none."""
-        given = "engine" if self.opened_with is None else "registry" if self.registry not in _OWN_REGISTRIES else ""
+        given = "engine" if self.opened_with is None else "model" if self.loaded is not None else ""
+        given = given or ("registry" if self.registry not in _OWN_REGISTRIES else "")
         if not given and not isinstance(self.store, str | Path | None):
             given = "store"
         if given:
@@ -351,6 +405,28 @@ class BlendModel(BaseModel):
             pass
         return stream.result
 
+    def _more_answers(self, request: Request, cancelled: threading.Event | None = None) -> list[Generation]:
+        """The other `n` - 1 answers to a prompt, each with a seed of its own."""
+        answers: list[Generation] = []
+        for number in range(1, request.options.n or 1):
+            seed = request.options.seed
+            options = replace(request.options, seed=seed + number if seed is not None else None)
+            answers.append(self._answer(request._replace(options=options), cancelled))
+        return answers
+
+    def _logprobs(self, result: Generation) -> dict[str, Any]:
+        """Log-probabilities of the answer's tokens in the form of OpenAI's chat API."""
+
+        def shown(token: int, logprob: float) -> dict[str, Any]:
+            text = self.engine.segmenter.token_texts([token])[0]
+            return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": logprob}
+
+        content = [
+            shown(each.token_id, each.logprob) | {"top_logprobs": [shown(*other) for other in each.top]}
+            for each in result.logprobs or ()
+        ]
+        return {"content": content}
+
     def _settings(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
         names = {"backend", "namespace", "system", *_OPTION_NAMES} - _OF_CALLS - {"timeout"}
@@ -421,9 +497,12 @@ _ENGINES_LOCK = threading.Lock()
 _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 
 
-def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
+def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     """`load_engine`, but one engine for all who ask for the same model, store and options while it is in use."""
     from ragblend.engine.load import load_engine
+
+    loading = {name: options.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in options}
+    options |= ModelOptions.of(**loading).changed
 
     def load() -> Engine:
         loaded: Engine = load_engine(model, store, **options)
@@ -432,7 +511,8 @@ def share_engine(model: str, store: Any = None, **options: Any) -> Engine:
 
     if store is not None and not isinstance(store, str | Path):
         return load()
-    key = (model, _resolved(store), repr(sorted(options.items())))
+    said = sorted((name, value) for name, value in options.items() if value is not None)
+    key = (model, _resolved(store), repr(said))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None or not getattr(engine, "is_usable", True):

@@ -24,11 +24,12 @@ NUM_SIMILAR = 2
 
 
 def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
-    """Use the context that is wanted, and have the store remember it; None is what it remembers.
+    """Use the context that is wanted, and have the store remember it; None is the engine's, which may be what the store
+    remembers. That chunks stand alone is remembered only where they would not anyway.
 
     Raises UsageError where it remembers another: its chunks would be of two kinds.
     """
-    if wanted is None and engine.context == "none":
+    if wanted is None and engine.context == engine.default_context == "none":
         return
     policy, remembered = CONTEXT.of("context", wanted or engine.context), remembered_context(engine.store)
     if remembered not in (None, "none", policy):

@@ -30,6 +30,7 @@ try:
         CompletionResponseAsyncGen,
         CompletionResponseGen,
         LLMMetadata,
+        LogProb,
         MessageRole,
         TextBlock,
         ToolCallBlock,
@@ -179,12 +180,12 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer one string: a user turn, or with `raw` the prompt itself."""
-        return _completion(self._answer(self._text_request(prompt, formatted, kwargs)))
+        return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """`complete`, without blocking the event loop."""
-        return _completion(await self._aanswer(lambda: self._text_request(prompt, formatted, kwargs)))
+        return _completion(self, await self._aanswer(lambda: self._text_request(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -207,12 +208,12 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _chat_request(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one ChatMessage with text")
-        return self._prepare([_turn(message) for message in messages], **call)
+        return _one_answer(self._prepare([_turn(message) for message in messages], **call))
 
     def _text_request(self, prompt: str, formatted: bool, call: dict[str, Any]) -> Request:
         if not formatted and self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
-        return self._prepare(prompt, raw=self.raw, **call)
+        return _one_answer(self._prepare(prompt, raw=self.raw, **call))
 
     async def _aanswer(self, prepare: Callable[[], Request]) -> Generation:
         def answer(cancelled: threading.Event) -> Generation:
@@ -229,7 +230,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
                 role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
             )
             return ChatResponse(message=message, raw=_facts(result))
-        return _as_chat(_completion(result))
+        return _as_chat(_completion(self, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
         if not (request.options.tools and calls_may_come(request.options)):
@@ -252,7 +253,13 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         for piece in self._pieces(stream, request):
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        yield CompletionResponse(text=text, delta="", raw=_facts(stream.result))
+        yield _completion(self, stream.result).model_copy(update={"text": text, "delta": ""})
+
+
+def _one_answer(request: Request) -> Request:
+    if request.options.n not in (None, 1):
+        raise UsageError(f"n is {request.options.n}; LlamaIndex's responses have one answer: leave it out, call again")
+    return request
 
 
 def _turn(message: ChatMessage) -> Turn:
@@ -297,10 +304,19 @@ def _facts(result: Generation) -> dict[str, Any]:
     return {"ragblend": report.as_dict(), "usage": usage, "finish_reason": result.finish_reason}
 
 
-def _completion(result: Generation) -> CompletionResponse:
-    return CompletionResponse(text=result.text, raw=_facts(result))
+def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
+    facts = _facts(result)
+    response = CompletionResponse(text=result.text, raw=facts)
+    if result.logprobs is not None:
+        facts["logprobs"] = found = model._logprobs(result)
+        names = ("token", "logprob", "bytes")
+        response.logprobs = [
+            [LogProb(**{name: each[name] for name in names}) for each in (token, *token["top_logprobs"])]
+            for token in found["content"]
+        ]
+    return response
 
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role=MessageRole.ASSISTANT, content=response.text)
-    return ChatResponse(message=message, delta=response.delta, raw=response.raw)
+    return ChatResponse(message=message, delta=response.delta, raw=response.raw, logprobs=response.logprobs)

@@ -522,18 +522,18 @@ def test_an_empty_corpus_is_an_error_with_the_way_out(run, tmp_path):
 
 
 def test_an_unsupported_model_is_refused_with_its_layer_type(run, tmp_path):
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    config = MistralConfig(
+    config = Lfm2Config(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=16,
+        num_key_value_heads=1, layer_types=["conv", "full_attention"], pad_token_id=0,
     )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path / "m")
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "m" / name).write_bytes((WEIGHTS / name).read_bytes())
     code, _, err = run("ask", "Who?", "--model", str(tmp_path / "m"), *PLACE)
     assert code == 1
-    assert "sliding_attention" in err.replace("\n", " ")
+    assert "layers of type conv" in err.replace("\n", " ")
 
 
 def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatch):

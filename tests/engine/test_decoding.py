@@ -8,8 +8,16 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ragblend.engine.decoding import Sampler, StopScanner
+from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 
 texts = st.text(alphabet="abc", max_size=30)
@@ -122,3 +130,80 @@ def test_sampling_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     shares(GenerationOptions(temperature=1.0, seed=3), draws=5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- penalties, bias and limits: transformers' own `generate` is the judge ---
+
+PROMPT_IDS = [5, 9, 9, 30, 31, 7]
+SHAPES = [
+    {"repetition_penalty": 1.7},
+    {"logit_bias": {9: 4.0, 30: -100.0}},
+    {"repetition_penalty": 1.3, "logit_bias": {7: 2.5}},
+]
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_greedy_answers_are_those_of_transformers_generate(options, tiny_model):
+    model = tiny_model("llama")
+    theirs = dict(options)
+    if "logit_bias" in theirs:
+        theirs["sequence_bias"] = {(token,): bias for token, bias in theirs.pop("logit_bias").items()}
+    ids = torch.tensor([PROMPT_IDS])
+    with torch.inference_mode():
+        expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0, **theirs)
+        sampler, found = Sampler(GenerationOptions(**options), PROMPT_IDS), list(PROMPT_IDS)
+        for _ in range(12):
+            found.append(sampler.choose(model(torch.tensor([found])).logits[0, -1]))
+    assert found == expected[0].tolist()
+    assert found[-12:] != model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None)[0, -12:].tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
+)
+def test_what_may_be_chosen_is_what_transformers_leaves(options):
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
+    warpers = [TemperatureLogitsWarper(0.7)]
+    warpers += [TopKLogitsWarper(options["top_k"])] if "top_k" in options else []
+    warpers += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
+    warpers += [MinPLogitsWarper(options["min_p"])] if "min_p" in options else []
+    left = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None])[0].softmax(-1)
+    sampler = Sampler(GenerationOptions(temperature=0.7, seed=1, **options))
+    counts = torch.bincount(torch.tensor([sampler.choose(logits) for _ in range(4000)]), minlength=40) / 4000
+    assert set(counts.nonzero().flatten().tolist()) <= set(left.nonzero().flatten().tolist())
+    torch.testing.assert_close(counts, left, atol=0.03, rtol=0)
+
+
+def test_presence_and_frequency_count_the_answer_and_not_the_prompt():
+    logits = torch.tensor([5.0, 4.8, 4.5, 0.0])
+    for options, expected in (
+        ({"presence_penalty": 0.4}, [0, 1, 0, 0, 0]),
+        ({"frequency_penalty": 0.4}, [0, 1, 0, 2, 1]),
+        ({"presence_penalty": -1.0}, [0, 0, 0, 0, 0]),
+    ):
+        sampler = Sampler(GenerationOptions(**options), [0, 0, 0, 0])
+        assert [sampler.choose(logits) for _ in range(5)] == expected, options
+
+
+def test_equal_seeds_choose_alike_whatever_limits_the_choice():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    for options in ({}, {"top_k": 10}, {"min_p": 0.05, "repetition_penalty": 1.2}):
+        first, second, other = (Sampler(GenerationOptions(temperature=1.0, seed=s, **options)) for s in (4, 4, 5))
+        chosen = [[each.choose(logits) for _ in range(20)] for each in (first, second, other)]
+        assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_logprobs_are_the_models_own_whatever_is_added_to_its_logits():
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+    sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=2, logit_bias={3: 100.0}))
+    assert sampler.choose(logits) == 3
+    expected = logits.log_softmax(-1)
+    ((token, logprob, top),) = sampler.logprobs
+    assert (token, [each for each, _ in top]) == (3, [1, 2])
+    assert logprob == pytest.approx(float(expected[3]))
+    assert [value for _, value in top] == pytest.approx(expected[[1, 2]].tolist())
+
+
+def test_a_bias_on_a_token_that_is_none_is_said():
+    with pytest.raises(UsageError, match=r"logit_bias cannot be used"):
+        Sampler(GenerationOptions(logit_bias={99: 1.0})).choose(torch.zeros(10))

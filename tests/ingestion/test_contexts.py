@@ -129,11 +129,13 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
         assert contexts_of(engine) == ["none", "similar", "similar"]  # nobody told it
     with load_engine(deep_model, tmp_path / "told", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
+        assert remembered_context(engine.store) == "none"
     with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
-        assert {engine.key(text) for text in prompt.chunks} < set(engine.keys_ahead(prompt.chunks))
+        assert {engine.key(text) for text in prompt.chunks} == set(engine.keys_ahead(prompt.chunks))
         with open_engine_index(docs.parent / "index", engine, create=False) as index:
-            assert precompute_index(engine, index).num_new_kv == 4
+            assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
+            assert precompute_index(engine, index, context="similar").num_new_kv == 4
         assert remembered_context(engine.store) == "similar"
     (docs.parent / "index").rename(tmp_path / "of the deep one")
     engine = opened()

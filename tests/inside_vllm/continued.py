@@ -47,7 +47,7 @@ class Continued(Reference):
         elif rule == "repair":
             result = self.blend(parts, {layer: ratio}, rule, min(0.6, 12 * ratio), avoid, [layer], question)
         else:
-            result = self.blend(parts, {1: ratio}, "k" if rule == "cacheblend_k" else "v")
+            result = self.blend(parts, {layer: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result
         self._logits = [result.logits]
         self._length = sum(len(part.ids) for part in parts)
@@ -61,10 +61,10 @@ class Continued(Reference):
             hidden = self.decoder.embed_tokens(torch.tensor([answer[len(self._logits) - 1]]))
             for layer in range(self.num_layers):
                 q, k, v = self.project(layer, hidden)
-                keys = self._now.keys[layer] = torch.cat((self._now.keys[layer], self.rope(k, [position])))
+                keys = self._now.keys[layer] = torch.cat((self._now.keys[layer], self.rope(layer, k, [position])))
                 values = self._now.values[layer] = torch.cat((self._now.values[layer], v))
-                hidden = self.finish(layer, hidden, self.rope(q, [position]), [position], keys, values)
-            self._logits.append(self.head(self.decoder.norm(hidden))[-1])
+                hidden = self.finish(layer, hidden, self.rope(layer, q, [position]), [position], keys, values)
+            self._logits.append(self.logits(hidden))
         return self._logits[step].log_softmax(-1)
 
 

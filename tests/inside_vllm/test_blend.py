@@ -72,7 +72,12 @@ def blend_params(prompt: Prompt, ratio: float, rule: str = "cacheblend") -> dict
     return {"mode": "blend", "rule": rule, "ratio": ratio, "spans": prompt.spans, "template": template}
 
 
-@pytest.fixture(scope="module", params=["llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"])
+FIRST_GLOBAL = {"gemma2": 1, "gemma3": 2}  # their other layers see 50 tokens and 52
+DEEP = {"gemma2": 3, "gemma3": 5}  # a later one that is global, elsewhere 4
+PLAIN = ("llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
+
+
+@pytest.fixture(scope="module", params=[*PLAIN, *FIRST_GLOBAL])
 def family(request: pytest.FixtureRequest) -> str:
     """A family's name."""
     return str(request.param)
@@ -87,7 +92,8 @@ def store(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
     """Its engine with the chunks stored."""
-    with engine(checkpoint(family), store) as llm:
+    options = {"disable_hybrid_kv_cache_manager": True} if family in FIRST_GLOBAL else {}
+    with engine(checkpoint(family), store, **options) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         yield family, llm
@@ -140,32 +146,41 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(served, sto
                     output = ask(llm, prompt.ids, blend_params(prompt, ratio, rule), STEPS)
                 assert report(output)["num_chunk_hits"] == 3
                 rule_run = report(output)["rule"]
-                assert rule_run == ("repair" if rule == "auto" else rule)
-                assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run)
+                if rule != "auto":
+                    assert rule_run == rule
+                else:  # a check further up costs more to ask for, and few tokens are not worth it
+                    assert rule_run == "repair" or (rule_run == "cacheblend" and family == "gemma3")
+                layer = FIRST_GLOBAL.get(family, 1)
+                assert_like_reference(output, prompt, reference, selections[-1], ratio, rule_run, layer)
 
 
 def test_a_question_read_deep_agrees_with_the_independent_cacheblend(served, stock, store):
     """Layers 0 .. 4 run ahead, over stale KV, and all of them are read back from vLLM's blocks."""
     family, llm = served
-    reference = Continued(stock(family))
-    with reading_at(store, PREFIX, 4):
+    reference, layer = Continued(stock(family)), DEEP.get(family, 4)
+    with reading_at(store, PREFIX, layer):
         for prompt in (plain_prompt(), patchy_prompt()):
             for ratio in RATIOS:
                 with recorded_selections() as selections:
                     output = ask(llm, prompt.ids, blend_params(prompt, ratio, "repair"), STEPS)
                 assert report(output)["num_chunk_hits"] == 3
-                assert_like_reference(output, prompt, reference, selections[-1], ratio, "repair", 4)
+                assert_like_reference(output, prompt, reference, selections[-1], ratio, "repair", layer)
 
 
 def test_stale_chunks_do_change_the_answer(served):
     """Without this, agreement would also hold for a model in which reuse costs nothing."""
-    _, llm = served
+    family, llm = served
     prompt = plain_prompt()
-    assert tokens(ask(llm, prompt.ids, blend_params(prompt, 0.0))) != tokens(ask(llm, prompt.ids))
+    stale, full = ask(llm, prompt.ids, blend_params(prompt, 0.0)), ask(llm, prompt.ids)
+    if family == "gemma2":  # with tied embeddings a tiny model says the same token over and over
+        mine, theirs = (output.outputs[0].logprobs[0] for output in (stale, full))
+        assert max(abs(mine[each].logprob - theirs[each].logprob) for each in mine.keys() & theirs.keys()) > 0.01
+    else:
+        assert tokens(stale) != tokens(full)
 
 
 def test_a_batch_equals_its_requests_one_by_one(served):
-    _, llm = served
+    family, llm = served
     plain, patchy = plain_prompt(), patchy_prompt()
     prompts = [
         (plain.ids, blend_params(plain, 0.15)),
@@ -179,4 +194,5 @@ def test_a_batch_equals_its_requests_one_by_one(served):
     ]
     alone = [tokens(ask(llm, ids, params)) for ids, params in prompts]
     assert [tokens(output) for output in ask_all(llm, prompts)] == alone
-    assert alone[1] == alone[5] != alone[3]
+    assert alone[1] == alone[5]
+    assert alone[5] != alone[3] or family == "gemma2"

@@ -24,6 +24,7 @@ from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
+GGUF = MODEL.with_suffix(".gguf")
 ASKED = QualityConfig(model=str(MODEL), data="musique", part="selection", num_questions=4)
 REUSE = Configuration("reuse", "none", 0.0)
 
@@ -61,6 +62,23 @@ def records(engine: TransformersEngine, prompts: Sequence[SegmentedPrompt]) -> d
 @pytest.fixture(scope="module")
 def runs(records: dict[Configuration, list[Record]]) -> dict[tuple[str, float], dict[str, Any]]:
     return {(run["rule"], run["ratio"]): run for run in summarise(records, [""] * ASKED.num_questions)}
+
+
+@pytest.mark.skipif(not GGUF.exists(), reason="no GGUF here: make real-model")
+def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_token(engine: TransformersEngine) -> None:
+    texts = ["The lighthouse on Gull Rock was built in 1872.", "Maren keeps the logbook of every storm since 1901."]
+    asked = ("When was the lighthouse built?", "Who keeps the logbook?", "Tell me about storms at the lighthouse.")
+    with load_engine(str(GGUF), dtype="float32", system=SYSTEM, on_miss="inline") as other:
+        for each in (engine, other):
+            for text in texts:
+                each.precompute(text)
+        for question in asked:
+            prompt = SegmentedPrompt(texts, question, system=SYSTEM)
+            for mode in ("full", "blend"):
+                answers = [each.generate(prompt, mode=mode, max_tokens=40) for each in (engine, other)]
+                assert answers[0].token_ids == answers[1].token_ids
+                assert answers[0].text == answers[1].text
+            assert answers[1].report.num_chunk_hits == 2
 
 
 def test_with_everything_recomputed_it_is_full_prefill(records: dict[Configuration, list[Record]]) -> None:

@@ -402,3 +402,17 @@ def test_kv_of_a_text_that_another_node_has_stays(tiny_engine: Callable[..., Tra
 def test_pipeline_cache_knows_the_model(tiny_engine: Callable[..., TransformersEngine]) -> None:
     one, two = tiny_engine(fingerprint="one"), tiny_engine(fingerprint="two")
     assert BlendIngestion(llm=one).to_dict() != BlendIngestion(llm=BlendLLM(engine=two)).to_dict()
+
+
+def test_sampling_and_logprobs_are_llamaindexs_own(llm: BlendLLM) -> None:
+    options = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "top_k": 4, "logprobs": True, "top_logprobs": 2}
+    llm = BlendLLM(engine=llm.engine, **options)
+    response = llm.chat([ChatMessage(content="what is that?")])
+    assert len(response.logprobs) == response.raw["usage"]["completion_tokens"]
+    chosen, likeliest, _ = response.logprobs[0]
+    assert chosen.logprob <= likeliest.logprob < 0
+    assert response.raw["logprobs"]["content"][0]["token"] == chosen.token
+    *_, last = llm.stream_complete("what is that?")
+    assert (last.text, len(last.logprobs)) == (response.message.content, len(response.logprobs))
+    with pytest.raises(UsageError, match="n is 2; LlamaIndex's responses have one answer"):
+        llm.complete("what is that?", n=2)

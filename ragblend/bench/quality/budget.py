@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ragblend.engine.fusion.rules import Rule, charged_budget_at, num_to_recompute, schedule
+from ragblend.engine.fusion.rules import Rule, charged_budget_at, first_check, num_to_recompute, schedule
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.prompt.prompt import TokenizedPrompt
 
@@ -24,6 +24,7 @@ class Costs(NamedTuple):
     num_fresh: int  # tokens of the question
     num_layers: int
     kv_share: float  # of one layer's parameters: K and V of a token at the check
+    global_layers: tuple[int, ...] = ()  # those that see everything, where others see a window only
 
 
 def costs_of(engine: TransformersEngine, prompt: TokenizedPrompt) -> Costs:
@@ -33,19 +34,19 @@ def costs_of(engine: TransformersEngine, prompt: TokenizedPrompt) -> Costs:
     is_exact = engine.default_prefix_ids == prompt.prefix_ids and segments[0].start == num_prefix
     num_candidates = total - segments[0].num_tokens if is_exact else total
     num_fresh = prompt.num_tokens - num_prefix - total
-    return Costs(total, num_candidates, num_fresh, engine.layers.num_layers, engine.layers.kv_share)
+    layers = engine.layers
+    return Costs(total, num_candidates, num_fresh, layers.num_layers, layers.kv_share, layers.global_layers)
 
 
 def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     """`charged_budget_32` of a blend at `ratio`."""
-    checks = schedule(rule, ratio, costs.num_layers)
+    checks = schedule(rule, ratio, costs.num_layers, check_layer=first_check(costs.global_layers))
     num_tokens, num_candidates = costs.num_chunk_tokens, costs.num_candidates
     kept = {c.layer: num_to_recompute(c.ratio, num_tokens, num_candidates) for c in checks if c.ratio < 1}
     active = num_to_recompute(checks[0].ratio, num_tokens, num_candidates)
     if rule.needs_deviation:
         active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
-    asked = rule.probe_layers(checks, costs.num_layers) if checks[-1].ratio < 1 else ()
-    carries = rule.carry > 0 and checks[-1].ratio < 1 and active < num_candidates
+    asked = rule.probe_layers(checks, costs.num_layers, costs.global_layers) if checks[-1].ratio < 1 else ()
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):
         cost = float(costs.num_fresh) if asked and 0 < layer <= asked[-1] else 0.0
@@ -53,8 +54,6 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
             cost += active * costs.kv_share
             fixed = fixed or cost
             active = min(active, kept[layer])
-        if carries and layer > 0:
-            cost += active * costs.kv_share
         rows.append(active + cost)
     return charged_budget_at(DEPTH, rows, num_tokens, checks[0].layer, fixed)
 

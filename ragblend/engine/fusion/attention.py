@@ -25,38 +25,63 @@ BLOCK_ROWS = 64
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 
 
+class Sight(NamedTuple):
+    """How a layer attends where it is more than a softmax over everything before: see Gemma 2 and gpt-oss."""
+
+    window: int | None = None  # a token sees so many tokens, itself the last of them; None: all before it
+    softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
+    sinks: Tensor | None = None  # [Hq], a score per head that takes its share of the softmax, and has no value
+
+
+PLAIN = Sight()
+
+
 class Queries(NamedTuple):
     """The question at one layer: queries [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
 
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
+    sight: Sight = PLAIN
 
     def last(self, count: int) -> Queries:
         """Those of the last `count` rows."""
-        return Queries(self.states[:, -count:], self.rows[-count:], self.scale)
+        return self._replace(states=self.states[:, -count:], rows=self.rows[-count:])
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None) -> Tensor:
+def attend_rows(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None, sight: Sight = PLAIN
+) -> Tensor:
     """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
 
-    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i]. Returns [1, Hq, R, D].
+    Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i], or the last of them within its window, and touches no
+    other. Returns [1, Hq, R, D].
     """
     firsts, lasts = rows[::BLOCK_ROWS], torch.cat((rows[BLOCK_ROWS - 1 : -1 : BLOCK_ROWS], rows[-1:]))
     outputs = []
     for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
         start, end = block * BLOCK_ROWS, last + 1
+        begin = 0 if sight.window is None else max(0, first + 1 - sight.window)
+        if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            part, places = query[0, :, start : start + BLOCK_ROWS], rows[start : start + BLOCK_ROWS] - begin
+            bent = Queries(part, places, factor, sight)
+            outputs.append(_attend_bent(bent, keys[0, :, begin:end], values[0, :, begin:end])[None])
+            continue
         mask = None
-        if last > first:  # a single row sees all keys up to its own position: no mask
+        if last > first:  # a single row sees all keys that are left: no mask
             block_rows = rows[start : start + BLOCK_ROWS, None]
-            mask = query.new_zeros(len(block_rows), end)
-            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` are seen by all
-            mask[:, first + 1 :].masked_fill_(hidden, -torch.inf)
+            mask = query.new_zeros(len(block_rows), end - begin)
+            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` come before all
+            mask[:, first + 1 - begin :].masked_fill_(hidden, -torch.inf)
+            if sight.window is not None:
+                places = torch.arange(begin, end, device=rows.device)
+                mask.masked_fill_(places <= block_rows - sight.window, -torch.inf)
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 query[:, :, start : start + BLOCK_ROWS],
-                keys[:, :, :end],
-                values[:, :, :end],
+                keys[:, :, begin:end],
+                values[:, :, begin:end],
                 attn_mask=mask,
                 scale=scale,
                 enable_gqa=query.shape[1] != keys.shape[1],
@@ -65,11 +90,21 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale
     return torch.cat(outputs, dim=2)
 
 
+def _attend_bent(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention [Hq, Q, D] over keys and values [H, T, D], by probabilities: for what no kernel knows."""
+    output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])
+    groups = queries.states.shape[0] // keys.shape[0]
+    for heads, rows, weights in _weight_blocks(queries, keys):
+        found = output[heads.start * groups : heads.stop * groups, rows]
+        found.copy_((weights.to(values.dtype) @ values[heads]).reshape(found.shape))
+    return output
+
+
 def attention_mass(queries: Queries, keys: Tensor) -> Tensor:
     """Mean attention probability [T] float32 that the queries give to each token, over heads and queries.
 
     keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i sees keys 0 .. i, with the whole prompt in its
-    softmax: prefix, chunks and question. The sum is 1."""
+    softmax: prefix, chunks and question; with a window, what is within it. The sum is 1, less what sinks take."""
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     for _, _, weights in _weight_blocks(queries, keys):
         mass += weights.sum(dim=(0, 1))
@@ -88,7 +123,7 @@ def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: 
         return _attend(queries, keys, values), attention_mass(asking, keys)
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if early:
-        before = Queries(queries.states[:, :early], queries.rows[:early], queries.scale)
+        before = queries._replace(states=queries.states[:, :early], rows=queries.rows[:early])
         output[:, :early] = _attend(before, keys, values)
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     groups = num_heads // keys.shape[0]
@@ -100,7 +135,7 @@ def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: 
 
 
 def _attend(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
-    return attend_rows(queries.states[None], keys[None], values[None], queries.rows, queries.scale)[0]
+    return attend_rows(queries.states[None], keys[None], values[None], queries.rows, queries.scale, queries.sight)[0]
 
 
 def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV) -> Tensor:
@@ -109,9 +144,10 @@ def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV
     stale: the layer's whole KV [H, T, D]; fresh: the rows' own [H, N, D]; keys rotated. Squared L2, mean over queries,
     summed over heads. Exact for one token at a time: with the token's attention a, its score moved by x, the rest of
     the attention giving r on average and p = a e^x / (1 - a + a e^x), the output moves by p (v' - v) + (p - a) (v - r).
-    So V deviation, K deviation and attention count together, each as much as it matters to this question.
+    So V deviation, K deviation and attention count together, each as much as it matters to this question. A sink is one
+    more token, without a value.
     """
-    old_keys = stale.keys[:, rows].float()
+    old_keys, softcap, length = stale.keys[:, rows].float(), queries.sight.softcap, stale.keys.shape[1]
     values, old, new = stale.values.float(), stale.values[:, rows].float(), fresh.values.float()
     drift = new - old  # [H, N, D]
     effect = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
@@ -120,17 +156,24 @@ def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV
         log_a = weights[:, :, rows]
         a = log_a.exp()
         log_rest = torch.log1p(-a)
-        along, away = _project(weights.exp() @ values, old, drift)
+        along, away = _project(weights[..., :length].exp() @ values, old, drift)
         along, away = along / (1 - a), away / (1 - a).square()  # v - r = (v - o) / (1 - a), with o the output
         # That loses its digits where a is nearly 1, which only a query's most attended token can be.
         top = scores.argmax(-1, keepdim=True)
         others = scores.scatter(-1, top, -torch.inf)
         is_top = top == rows
         log_rest_top = others.logsumexp(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)
-        along_top, away_top = _project(others.softmax(-1) @ values, old, drift)
+        along_top, away_top = _project(others.softmax(-1)[..., :length] @ values, old, drift)
         log_rest = torch.where(is_top, log_rest_top, log_rest)
         along, away = torch.where(is_top, along_top, along), torch.where(is_top, away_top, away)
-        moved = (part.float() @ (fresh.keys.float() - old_keys).transpose(1, 2)) * queries.scale
+        if softcap is None:
+            moved = (part.float() @ (fresh.keys.float() - old_keys).transpose(1, 2)) * queries.scale
+        else:
+            after, before = (
+                (part.float() @ each.transpose(1, 2)).mul_(queries.scale / softcap).tanh_()
+                for each in (fresh.keys.float(), old_keys)
+            )
+            moved = (after - before) * softcap
         p = (log_a - log_rest + moved).sigmoid()
         norm = drift.square().sum(-1)[:, None]
         effect += (p.square() * norm + 2 * p * (p - a) * along + (p - a).square() * away).sum(dim=(0, 1))
@@ -145,7 +188,11 @@ def _project(outputs: Tensor, old: Tensor, drift: Tensor) -> tuple[Tensor, Tenso
 
 
 def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T]."""
+    """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T].
+
+    Where there are sinks, theirs is the last of T + 1 scores.
+    """
+    window, softcap, sinks = queries.sight
     num_heads, num_queries, dim = queries.states.shape
     groups, length = num_heads // keys.shape[0], keys.shape[1]
     block = max(1, BLOCK_SCORES[keys.device.type] // (num_heads * length))
@@ -154,9 +201,18 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
     for start in range(0, num_queries, block):
         part = queries.states[:, start : start + block]
         part = part.reshape(keys.shape[0], groups * part.shape[1], dim)
-        later = positions > queries.rows[start : start + block, None]
+        rows = queries.rows[start : start + block, None]
+        later = positions > rows
         scores = (part @ keys.transpose(1, 2)).float().mul_(queries.scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
         scores[..., first:].masked_fill_(later.repeat(groups, 1), -torch.inf)
+        if window is not None:
+            gone = torch.arange(length, device=keys.device) <= rows - window
+            scores.masked_fill_(gone.repeat(groups, 1), -torch.inf)
+        if sinks is not None:
+            each = sinks.float().view(keys.shape[0], groups, 1).expand(-1, -1, len(rows))
+            scores = torch.cat((scores, each.reshape(*part.shape[:2], 1)), dim=-1)
         yield part, scores
 
 
@@ -166,8 +222,11 @@ def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slic
     few = max(1, BLOCK_SCORES[keys.device.type] // (groups * queries.states.shape[1] * length))
     for start in range(0, keys.shape[0], few):
         heads = slice(start, min(start + few, keys.shape[0]))
-        mine, row = queries._replace(states=queries.states[heads.start * groups : heads.stop * groups]), 0
+        theirs, row = slice(heads.start * groups, heads.stop * groups), 0
+        mine = queries._replace(states=queries.states[theirs])
+        if queries.sight.sinks is not None:
+            mine = mine._replace(sight=queries.sight._replace(sinks=queries.sight.sinks[theirs]))
         for part, scores in _score_blocks(mine, keys[heads]):
             rows = slice(row, row + part.shape[1] // groups)
             row = rows.stop
-            yield heads, rows, scores.softmax(-1)
+            yield heads, rows, scores.softmax(-1)[..., :length]

@@ -12,24 +12,17 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
+from ragblend.engine.fusion.carry import Carrying, carrying, looked_at
 from ragblend.engine.fusion.plan import Fused, FusePlan
-from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource
-from ragblend.engine.fusion.rules import CARRY_DOUBT, Evidence, num_to_recompute
+from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource, Told
+from ragblend.engine.fusion.rules import Evidence, num_to_recompute
 from ragblend.engine.store.kv import LayerKV
 
 _T = TypeVar("_T")
-
-
-class Told(NamedTuple):
-    """Who is to be told keys and values of a Run before they are written, and before anybody attends to anything."""
-
-    places: Tensor  # indices into its rows
-    tell: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
 
 
 class Run(NamedTuple):
@@ -39,7 +32,7 @@ class Run(NamedTuple):
     hidden: Tensor  # [R, hidden size]
     rows: Tensor  # positions [R]
     fused: FusedLayers
-    told: Told | None = None  # called by whoever runs it
+    told: Told | None = None
 
 
 Steps = Generator[int | Run, Tensor | None, _T]
@@ -60,8 +53,8 @@ def fuse(
     check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
     KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
-    therefore full prefill. A rule that carries has the candidates that are kept take on, before anybody attends to
-    them, its share of how far the recomputed ones have moved, in the median.
+    therefore full prefill. A rule that carries has the candidates that are kept moved, before anybody attends to them,
+    as the recomputed ones say (`carry`).
 
     `ends_s`, where given, gets the moment at which each layer was done, in `perf_counter` seconds.
     """
@@ -90,9 +83,7 @@ def fuse_steps(
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
         # Layer 0 is exact as stored.
-        told = _carry(layers, layer, active, known) if plan.carries and layer > 0 else None
-        if told is not None:
-            measured += len(told.places) * model.kv_share  # charged wherever the layer is not stopped for it, too
+        told = _carry(model, plan, layers, layer, active, known) if plan.carries and layer > 0 else None
         rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
         if layer == 0 and probe is not None:
             hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
@@ -123,39 +114,21 @@ def fuse_steps(
     )
 
 
-class _Moved(NamedTuple):
-    """Who tells how far candidates move, and who is moved by it."""
-
-    active: Tensor  # the rows that run, of which
-    places: Tensor  # these indices are candidates: they tell
-    rows: Tensor  # where those are in the prompt
-    shares: Tensor  # [T] float32, of how far they move, for all other candidates; 0 elsewhere
-    any_moves: bool  # whether there is one
-
-
 @dataclass(slots=True)
 class _Known:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
     offsets: Tensor  # int64, place within the chunk
-    carry: Tensor  # float32, of how far others move: the share that the token takes on where it is kept
+    chunks: Tensor  # int64, the placed chunk that it is in
+    carry: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
     separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
     queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
     select_s: float = 0.0  # seconds at the checks
-    moved: _Moved | None = None  # of the rows that ran last
-
-    def moved_by(self, active: Tensor) -> _Moved:
-        """Of the rows `active` and the candidates that are not among them; remembered, as most layers run the same."""
-        if self.moved is None or self.moved.active is not active:
-            places = self.mask[active].nonzero().flatten()
-            shares = self.carry * self.mask
-            shares[active] = 0.0
-            self.moved = _Moved(active, places, active[places], shares, bool(shares.any()))
-        return self.moved
+    carrying: tuple[Tensor, Tensor, Carrying | None] | None = None  # the rows that ran last, who tells, and what of it
 
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
@@ -168,18 +141,20 @@ def _candidates(plan: FusePlan) -> _Known:
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
     offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
+    chunks = torch.zeros_like(offsets)
     carry = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
-    for placement in plan.placements:
+    for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
         share = plan.rule.carry_in_context if placement.has_context else plan.rule.carry
         carry[placement.start : placement.end] = share
+        chunks[placement.start : placement.end] = number
         offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
     separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
-    return _Known(is_candidate, offsets, carry, separators, plan.seed)
+    return _Known(is_candidate, offsets, chunks, carry, separators, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:
@@ -279,7 +254,7 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
         active |= known.mask
     elif count and not plan.rule.needs_deviation:  # none where every chunk is exact or was missing: nobody was asked
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
-    elif first.ratio > 0:
+    elif count:
         # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
         share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
         active[_most_attended(plan, known, rows, max(count, share))] = True
@@ -332,39 +307,40 @@ def _check(
     return goes_on.nonzero().flatten(), len(rows)
 
 
-def _carry(layers: LayerSource, layer: int, active: Tensor, known: _Known) -> Told | None:
-    """Moves the candidates that are kept as the recomputed ones among `active` have moved, once it is told where to.
+def _carry(
+    model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, known: _Known
+) -> Told | None:
+    """Moves the candidates that are kept as the recomputed ones among `active` say, once those know their own KV.
 
-    Most of what a chunk's KV gets wrong is what all of its tokens miss alike: that text stands before them. So the
-    median over the recomputed tokens of fresh minus stored KV, keys before rotation, per head and dimension, times the
-    rule's share, is added to the stored KV of the others. The median, because a few tokens move far (a chunk's first
-    ones, which drew the attention of the rest); less of it where few tokens tell. Both engines give the same: heads are
-    each rank's own.
+    Both engines give the same: heads are each rank's own, and what is alike is found over all of them.
     """
-    moved = known.moved_by(active)
-    if not len(moved.rows):  # nothing was placed but what is exact
-        return None
     source = cast("MovableSource", layers)  # whoever gives a plan that carries has one
-    if not moved.any_moves:  # all are recomputed
-        source.move(layer, moved.shares, None)
+    if known.carrying is None or known.carrying[0] is not active:  # most layers run the same rows as the one before
+        places = known.mask[active].nonzero().flatten()
+        known.carrying = active, places, _tellers(model, plan, source, active, known) if len(places) else None
+    _, places, told = known.carrying
+    if told is None:
+        if len(places):  # all are recomputed; otherwise nothing was placed but what is exact
+            source.move(layer, None)
         return None
-    certainty = len(moved.rows) / (len(moved.rows) + CARRY_DOUBT)
 
-    def carry(fresh: LayerKV) -> None:
-        stored = source.stored(layer, moved.rows)
-        drift = (certainty * _median(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
-        source.move(layer, moved.shares, LayerKV(*drift))
+    def tell(fresh: LayerKV) -> None:
+        source.move(layer, told.drift(fresh, source.stored(layer, told.rows)), told.shares)
 
-    return Told(moved.places, carry)
+    return Told(places, tell)
 
 
-def _median(states: Tensor) -> Tensor:
-    """The median [H, 1, D] of [H, R, D] over R, of an even number the lower one."""
-    if states.device.type != "cpu":
-        return states.median(1, keepdim=True).values
-    columns = states.transpose(1, 2).contiguous().numpy()  # whose partial sort takes a fifth of the time of torch's
-    place = (columns.shape[2] - 1) // 2
-    return torch.from_numpy(np.partition(columns, place, axis=2)[:, None, :, place])
+def _tellers(
+    model: LayerwiseModel, plan: FusePlan, source: MovableSource, active: Tensor, known: _Known
+) -> Carrying | None:
+    """What the candidates among the rows `active` tell the others; None where there are no others."""
+    rows, is_active = known.mask.nonzero().flatten(), torch.zeros_like(known.mask)
+    is_active[active] = True
+    tells = is_active[rows]
+    if bool(tells.all()):
+        return None
+    values, shares = source.stored(looked_at(model.num_layers), rows).values, known.carry.masked_fill(is_active, 0.0)
+    return carrying(values, rows, known.chunks[rows], tells, shares, partial(_mean_over_ranks, plan))
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
@@ -395,8 +371,8 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def drain(model: LayerwiseModel, steps: Steps[_T], run: Callable[[Run], Tensor] | None = None) -> _T:
-    """Run steps to their end, for what they return. `run` is how `model` runs a layer, if it tells by itself."""
+def drain(model: LayerwiseModel, steps: Steps[_T]) -> _T:
+    """Run steps to their end, for what they return."""
     output: Tensor | None = None
     while True:
         try:
@@ -404,15 +380,7 @@ def drain(model: LayerwiseModel, steps: Steps[_T], run: Callable[[Run], Tensor] 
         except StopIteration as end:
             result: _T = end.value
             return result
-        output = (run or partial(_run, model))(step) if isinstance(step, Run) else None
-
-
-def _run(model: LayerwiseModel, step: Run) -> Tensor:
-    """For models that cannot be asked within a layer: what is to be told is projected before, apart."""
-    layer, hidden, rows, fused, told = step
-    if told is not None:
-        told.tell(model.project_kv(layer, hidden[told.places]))
-    return model.run_layer(layer, hidden, rows, fused)
+        output = model.run_layer(*step) if isinstance(step, Run) else None
 
 
 def _sent(output: Tensor | None) -> Tensor:

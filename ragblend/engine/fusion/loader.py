@@ -35,7 +35,7 @@ class _Readable(_Destination, Protocol):
 
 class _MovableKeys(Protocol):
     def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
-    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor, shares: Tensor) -> None: ...
+    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None: ...
 
 
 class _Placed(Protocol):
@@ -228,21 +228,18 @@ class LayerLoader:
         there = cast("_Readable", self._destination)
         return LayerKV(self._movable.lift_keys(layer, there.keys(layer)[:, rows], rows), there.values(layer)[:, rows])
 
-    def move(self, layer: int, shares: Tensor, by: LayerKV | None) -> None:
-        """Add to each row of that layer its share, `shares` [T], of `by` [H, 1, D], keys before rotation."""
+    def move(self, layer: int, by: LayerKV | None, shares: Tensor | None = None) -> None:
+        """Add to each row of that layer its shares, `shares` [T, M], of `by` [H, M, D], keys before rotation."""
         if by is None:
             return
         assert self._movable is not None
+        assert shares is not None
         there, count = cast("_Readable", self._destination), len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # All rows in one go, those that stay by nothing: that is faster than to gather and scatter nearly all.
-        self._movable.move_keys(layer, there.keys(layer)[:, :count], by.keys, self._rows, shares)
-        values = there.values(layer)[:, :count]
-        if values.dtype == by.values.dtype:
-            values.addcmul_(by.values, shares[:, None])  # no tensor in between
-        else:
-            values += (by.values * shares[:, None]).to(values.dtype)
+        self._movable.move_keys(layer, there.keys(layer)[:, :count], shares @ by.keys, self._rows)
+        there.values(layer)[:, :count] += (shares @ by.values).to(there.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Loading and fusing of every layer, given when the fusor was done with each, in `perf_counter` seconds."""

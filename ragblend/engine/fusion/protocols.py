@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,6 +25,13 @@ class FusedLayers(Protocol):
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None: ...
 
 
+class Told(NamedTuple):
+    """Who is to be told keys and values of a layer before they are written, and before anybody attends to anything."""
+
+    places: Tensor  # indices into the rows that are run
+    tell: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
+
+
 class LayerSource(Protocol):
     """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
 
@@ -35,13 +43,14 @@ class LayerSource(Protocol):
 
 
 class MovableSource(LayerSource, Protocol):
-    """A LayerSource for plans that carry. Both work on the layer waited for last, before any row of placed chunks is
+    """A LayerSource for plans that carry. `move` works on the layer waited for last, before any row of placed chunks is
     written there. If any chunk is placed that is not exact, every layer but the first is moved, once."""
 
-    def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R]: pre-RoPE keys, values [H, R, D]
+    def stored(self, layer: int, rows: Tensor) -> LayerKV: ...  # of positions [R], where it was waited for and not yet
+    # moved, and not the first: pre-RoPE keys, values [H, R, D]
     def move(
-        self, layer: int, shares: Tensor, by: LayerKV | None
-    ) -> None: ...  # adds `shares` [T] of `by` [H, 1, D] float32; None: they stay as they are
+        self, layer: int, by: LayerKV | None, shares: Tensor | None = None
+    ) -> None: ...  # adds `shares` [T, M] of `by` [H, M, D] float32; None: they stay as they are
 
 
 class Watch(Protocol):
@@ -66,7 +75,9 @@ class LayerwiseModel(Protocol):
     def embed(self, token_ids: Tensor) -> Tensor: ...
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor: ...
+    def run_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
+    ) -> Tensor: ...
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor: ...  # `run_layer` for rows that may be asked only; `watch` sees their queries and the keys
@@ -94,3 +105,6 @@ class CheckableModel(PackingModel, Protocol):
     def full_prefill(
         self, token_ids: Tensor
     ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
+    def as_checked(
+        self, window: int
+    ) -> AbstractContextManager[None]: ...  # inside, layers that see a window see so many tokens, and no rounding grows

@@ -39,22 +39,18 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(states, cos / scaling, -sin / scaling)
 
 
-def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor, shares: Tensor) -> None:
-    """Add to `states` [H, T, D], which are rotated, each row's share, `shares` [T], of `by` [H, 1, D], which is not.
-
-    In place, and without a tensor as large as `states`: one vector in all rotations is two outer products.
-    """
-    cos, sin = cos * shares[:, None], sin * shares[:, None]
+def add_rotated(states: Tensor, by: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Add `by` [H, T, D] float32, which is not rotated, to `states` [H, T, D], which are by tables [T, R]. In place."""
     rotary_dim = cos.shape[-1]
-    turned, kept = by[..., :rotary_dim], by[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    flipped = torch.cat((-second, first), dim=-1)
-    if states.dtype == by.dtype:
-        states[..., :rotary_dim].addcmul_(turned, cos).addcmul_(flipped, sin)
-    else:
-        states[..., :rotary_dim] += (turned * cos + flipped * sin).to(states.dtype)
-    if kept.shape[-1]:
-        states[..., rotary_dim:] += (kept * shares[:, None]).to(states.dtype)
+    if states.dtype != by.dtype:
+        states += rotate(by, cos, sin).to(states.dtype)
+        return
+    half = rotary_dim // 2
+    states[..., :rotary_dim].addcmul_(by[..., :rotary_dim], cos)
+    states[..., :half].addcmul_(by[..., half:rotary_dim], sin[:, :half], value=-1)
+    states[..., half:rotary_dim].addcmul_(by[..., :half], sin[:, half:])
+    if rotary_dim < states.shape[-1]:
+        states[..., rotary_dim:] += by[..., rotary_dim:]
 
 
 def tables(inv_freq: Tensor, positions: Tensor, attention_scaling: float = 1.0) -> tuple[Tensor, Tensor]:

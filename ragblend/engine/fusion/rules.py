@@ -30,10 +30,9 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 CHECK_LAYER = 1
 
 # Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
-# recomputes unless told otherwise, and how far tokens that are kept move with those. At 5 % it is closer to full
-# prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
-ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.55, 0.1
-CARRY_DOUBT = 16  # tokens: so many that tell how far others move are half believed
+# recomputes unless told otherwise, and how much of what those tell the tokens that are kept move by. At 5 % it is
+# closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
+ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
@@ -122,7 +121,7 @@ class Rule:
     candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
-    carry: float = 0.0  # share of the recomputed tokens' median change of KV that tokens kept take on: `fuse._carry`
+    carry: float = 0.0  # how much of what recomputed tokens tell (`carry`) the tokens kept move by
     carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
 
     def candidates(self, ratio: float) -> float:
@@ -133,17 +132,24 @@ class Rule:
         """
         return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
 
-    def probe_layers(self, checks: Sequence[Check], num_layers: int) -> tuple[int, ...]:
+    def probe_layers(
+        self, checks: Sequence[Check], num_layers: int, global_layers: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """The layers at which it reads the question's attention, ascending; () where it asks nothing.
 
         They are the checks', where it measures there; else it chooses before any layer is run, and reads all of them.
+        Beside layers that see a window only, `global_layers` are those that see everything: it reads them alone.
 
         >>> [RULES[name].probe_layers([Check(1, 0.15)], 3) for name in ("repair", "ask", "cacheblend")]
         [(1,), (0, 1, 2), ()]
+        >>> RULES["ask"].probe_layers([Check(0, 0.05)], 6, global_layers=(1, 3))
+        (1, 3)
         """
         if not self.needs_attention:
             return ()
-        return tuple(range(num_layers)) if self.asks_first else tuple(check.layer for check in checks)
+        if not self.asks_first:
+            return tuple(check.layer for check in checks)
+        return tuple(global_layers) or tuple(range(num_layers))
 
     @property
     def asks_first(self) -> bool:
@@ -205,6 +211,17 @@ def find_rule(name: str, num_layers: int = DEEP) -> Rule:
     if name not in RULES:
         raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
     return RULES[name]
+
+
+def first_check(global_layers: Sequence[int]) -> int:
+    """The check layer of a model in which `global_layers` see everything and the others a window only.
+
+    What no window reaches moves no keys and values there, and the question sees little of the prompt.
+
+    >>> first_check((5, 11, 17)), first_check((0, 1, 2)), first_check(())
+    (5, 1, 1)
+    """
+    return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
 
 
 def gradual_schedule(ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
@@ -274,7 +291,13 @@ def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -
 
 
 def probe_pays(
-    rule: Rule, checks: Sequence[Check], num_fresh: int, num_candidates: int, num_chunk_tokens: int, num_layers: int
+    rule: Rule,
+    checks: Sequence[Check],
+    num_fresh: int,
+    num_candidates: int,
+    num_chunk_tokens: int,
+    num_layers: int,
+    global_layers: Sequence[int] = (),
 ) -> bool:
     """Whether running `num_fresh` tokens ahead is worth its token-layers. Long questions over short chunks are not.
 
@@ -288,7 +311,7 @@ def probe_pays(
     >>> [probe_pays(RULES["ask"], [Check(0, 0.05)], fresh, 200, 200, 31) for fresh in (31, 32)]
     [True, False]
     """
-    layers = rule.probe_layers(checks, num_layers)
+    layers = rule.probe_layers(checks, num_layers, global_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
     saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
@@ -314,18 +337,22 @@ def settle(
     num_chunk_tokens: int,
     checks: Sequence[Check] | None = None,
     fitted: tuple[str, int] | None = None,
+    global_layers: Sequence[int] = (),
 ) -> Choice:
     """The rule `name` for one prompt. The default rule gives way to one without a probe where that does not pay.
 
-    fitted: the rule and check layer that a calibration takes for `name`.
+    fitted: the rule and check layer that a calibration takes for `name`. global_layers: those that see everything, in a
+    model where others see a window only; () where all are alike.
     """
-    taken, check_layer = fitted or (name, CHECK_LAYER)
+    first = first_check(global_layers) if global_layers else CHECK_LAYER
+    taken, check_layer = fitted or (name, first)
     rule = find_rule(taken, num_layers)
     chosen = schedule(rule, ratio, num_layers, checks, check_layer)
-    if name == "auto" and not probe_pays(rule, chosen, num_fresh, num_candidates, num_chunk_tokens, num_layers):
+    counts = (num_fresh, num_candidates, num_chunk_tokens, num_layers)
+    if name == "auto" and not probe_pays(rule, chosen, *counts, global_layers):
         rule = find_rule(FALLBACK)
-        chosen = schedule(rule, ratio, num_layers, checks)
-    return Choice(rule, chosen, rule.probe_layers(chosen, num_layers))
+        chosen = schedule(rule, ratio, num_layers, checks, first)
+    return Choice(rule, chosen, rule.probe_layers(chosen, num_layers, global_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

@@ -221,6 +221,7 @@ class BlendingEngine(EngineBase):
             num_chunk_tokens=num_stored,
             checks=request.checks,
             fitted=fit.reads if fit is not None else None,
+            global_layers=self.layers.global_layers,
         )
         return Decided(choice, ratio if request.checks is None else choice.checks[0].ratio)
 

@@ -29,6 +29,7 @@ from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.constrain import Grammars
 from ragblend.engine.hf.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.hf.model import is_quantised
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
@@ -69,7 +70,8 @@ class TransformersEngine(BlendingEngine):
         self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
         self._grammars = Grammars(segmenter, layers.config.vocab_size, self.stop_ids())
         if check:
-            self_check(layers, layers.config.vocab_size, self.name)
+            in_pieces = layers.prefill_in_pieces if is_quantised(layers.config) else None
+            self_check(layers, layers.config.vocab_size, self.name, in_pieces)
 
     @property
     def context_length(self) -> int:

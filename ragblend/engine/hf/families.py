@@ -9,6 +9,7 @@ Knows transformers' modules by their attributes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,21 +18,28 @@ from ragblend.engine.fusion.rope import exact_context
 from ragblend.errors import UnsupportedModelError
 
 _WAY_OUT = (
-    "ragblend fuses decoders whose layers are all full attention with RoPE: Llama, Mistral (without sliding window), "
-    "Qwen2, Qwen3, Phi-3, Gemma and their relatives"
+    "ragblend fuses decoders whose layers are all attention with RoPE, over everything or a sliding window: Llama, "
+    "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 3, gpt-oss and their relatives"
 )
+
+WINDOWED = "sliding_attention"
+"""What transformers calls a layer in which a token sees those shortly before it only."""
+
+_RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurrent"})
 
 
 class Family:
     """How one model's layers make keys and values: separate projections, and a norm of each head's keys, if any."""
 
-    tapped: tuple[str, ...] = ("k_norm", "k_proj")  # the first of these that a layer has puts out its pre-RoPE keys
+    tapped = "k_proj"  # the module whose output `tapped_keys` makes pre-RoPE keys of
+    half_tables = False  # whether the rotary module gives each angle once, for both dimensions that it turns
 
     def __init__(self, config: Any) -> None:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.embedding_multiplier: float = getattr(config, "embedding_multiplier", 1.0) or 1.0  # Granite
         self.logits_scaling: float = getattr(config, "logits_scaling", 1.0) or 1.0  # Granite
+        self.logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -49,12 +57,10 @@ class Family:
             keys = attention.k_norm(keys)
         return keys, self.heads(attention.v_proj(normed))
 
-    def tapped_keys(self, output: Tensor, num_rows: int) -> Tensor:
-        """[R, H, D] of what the tapped module put out for `num_rows` tokens."""
-        keys = self.heads(output) if output.ndim == 2 else output
-        if keys.shape[0] == self.num_kv_heads != num_rows:  # some models norm after the transpose: [H, R, D]
-            keys = keys.transpose(0, 1)
-        return keys
+    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+        """[R, H, D] of what the tapped module put out. Normed once more: some norm [R, H, D], others [H, R, D]."""
+        keys = self.heads(output)
+        return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
 
     def heads(self, projected: Tensor) -> Tensor:
         """[R, H * D] -> [R, H, D]."""
@@ -64,7 +70,7 @@ class Family:
 class FusedProjection(Family):
     """Queries, keys and values from one matrix (Phi-3)."""
 
-    tapped = ("qkv_proj",)
+    tapped = "qkv_proj"
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -80,7 +86,7 @@ class FusedProjection(Family):
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
         return self.heads(qkv[..., -2 * width : -width]), self.heads(qkv[..., -width:])
 
-    def tapped_keys(self, output: Tensor, num_rows: int) -> Tensor:
+    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
         """The keys' part."""
         width = self.num_kv_heads * self.head_dim
         return self.heads(output[..., -2 * width : -width])
@@ -88,6 +94,8 @@ class FusedProjection(Family):
 
 class NormOverHeads(Family):
     """One norm over the keys of all heads (OLMo 2, OLMoE)."""
+
+    tapped = "k_norm"
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
@@ -99,6 +107,10 @@ class NormOverHeads(Family):
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """The norm comes before the heads are told apart."""
         return self.heads(attention.k_norm(attention.k_proj(normed))), self.heads(attention.v_proj(normed))
+
+    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
+        """They are normed."""
+        return self.heads(output)
 
 
 class Clipped(Family):
@@ -115,55 +127,93 @@ class Clipped(Family):
         keys, values = super().keys_and_values(attention, normed)
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
-    def tapped_keys(self, output: Tensor, num_rows: int) -> Tensor:
+    def tapped_keys(self, attention: Any, output: Tensor) -> Tensor:
         """The projection is tapped before it is clipped."""
-        return super().tapped_keys(output, num_rows).clamp(-self.clip, self.clip)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.clip: float = config.clip_qkv
+        bound = attention.config.clip_qkv
+        return super().tapped_keys(attention, output).clamp(-bound, bound)
 
 
-FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Clipped, Family)
+class WithSinks(Family):
+    """Sinks in the softmax, and angles given once (gpt-oss)."""
+
+    half_tables = True
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """Whether its heads have sinks."""
+        return hasattr(attention, "sinks") and super().fits(attention)
+
+
+FAMILIES: tuple[type[Family], ...] = (FusedProjection, NormOverHeads, Clipped, WithSinks, Family)
 """The first that fits is taken."""
 
 
 def family_of(model: Any) -> Family:
     """How `model` makes keys and values. Raises UnsupportedModelError unless every layer can be fused exactly."""
     refuse_unsupported(model)
-    attention = model.model.layers[0].self_attn
-    return next(family(model.config) for family in FAMILIES if family.fits(attention))
+    attention = text_decoder(model).layers[0].self_attn
+    return next(family(model.config.get_text_config()) for family in FAMILIES if family.fits(attention))
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """A config's settings of RoPE."""
-    return dict(getattr(config, "rope_parameters", None) or {})
+def text_decoder(model: Any) -> Any:
+    """A model's decoder: at `.model`, or within it where the model reads images too (Gemma 3). None: neither."""
+    inner = getattr(model, "model", None)
+    return getattr(inner, "language_model", inner)
+
+
+def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """A config's settings of RoPE by layer type (Gemma 3); those that all layers share are under ""."""
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
+    return by_type or {"": found}
+
+
+def context_length(config: Any) -> int:
+    """Longest prompt plus answer at which all keys can be placed. Raises UnsupportedModelError as `exact_context`."""
+    longest = config.max_position_embeddings
+    return min(exact_context(each, longest) for each in rope_parameters(config).values())
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Of every layer, how many tokens a token sees, itself among them; None where that is all of the context."""
+    window = getattr(config, "sliding_window", None)
+    count: int = config.num_hidden_layers
+    if not window or window >= context_length(config):
+        return (None,) * count
+    kinds = getattr(config, "layer_types", None) or (WINDOWED,) * count
+    return tuple(window if kind == WINDOWED else None for kind in kinds)
 
 
 def refuse_unsupported(model: Any) -> None:
     """Raise UnsupportedModelError, naming the layer type and the way out, unless every layer can be fused exactly."""
-    config, name = model.config, type(model).__name__
-    decoder = getattr(model, "model", None)
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ())
+    foreign = sorted(kinds - {"full_attention", WINDOWED})
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has multi-head latent attention (MLA): its cache is one vector per token that all heads share, "
+            f"where ragblend stores and places keys and values of heads. {_WAY_OUT}"
+        )
+    if not _RECURRENT.isdisjoint(kinds):
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(foreign)}, which keep one state of everything before them: the "
+            f"states of chunks computed apart cannot be put together. {_WAY_OUT}"
+        )
+    decoder = text_decoder(model)
     if decoder is None or not all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UnsupportedModelError(f"{name} has no decoder of RoPE attention layers at `.model`. {_WAY_OUT}")
-    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
     if foreign:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt. {_WAY_OUT}"
         )
-    window = getattr(config, "sliding_window", None)
-    if window:
+    if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(
-            f"{name} has sliding_attention layers (window {window} tokens), whose KV cannot be moved within a prompt. "
-            f'{_WAY_OUT}; if your prompts stay below {window} tokens, set "sliding_window": null in its config.json'
+            f"{name} lets tokens see later ones (use_bidirectional_attention), so no chunk's KV is its own. {_WAY_OUT}"
         )
-    for knob in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, knob, None):
-            raise UnsupportedModelError(f"{name} uses {knob}, which partial prefill does not reproduce. {_WAY_OUT}")
     for index, layer in enumerate(decoder.layers):
         attention = getattr(layer, "self_attn", None)
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
         if not fits or not hasattr(layer, "input_layernorm"):
             kind = type(attention if attention is not None else layer).__name__
             raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_WAY_OUT}")
-    exact_context(rope_parameters(config), config.max_position_embeddings)
+    context_length(config)

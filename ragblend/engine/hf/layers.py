@@ -7,21 +7,27 @@ through transformers' attention registry; norms, projections, QK-norm, GQA and M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import Queries, attend_rows
-from ragblend.engine.fusion.protocols import FusedLayers, Watch
-from ragblend.engine.fusion.rope import add_rotated, exact_context, rotate, unrotate
-from ragblend.engine.hf.families import family_of, rope_parameters
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
+from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
+from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.hf.adapters import adapters_at_work
+from ragblend.engine.hf.families import context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import RagblendError
 
 ATTENTION = "ragblend"
 
@@ -37,10 +43,12 @@ class Packed(NamedTuple):
     spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
 
 
-def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None) -> Tensor:
+def attend_packed(
+    query: Tensor, keys: Tensor, values: Tensor, packed: Packed, scale: float | None, sight: Sight = PLAIN
+) -> Tensor:
     """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
 
-    Each row sees the prefix, and its own chunk up to itself. Returns [1, Hq, R, D].
+    Each row sees the prefix, and its own chunk up to itself, of both what is within its window. Returns [1, Hq, R, D].
     """
     outputs = []
     for span in packed.spans:
@@ -49,8 +57,29 @@ def attend_packed(query: Tensor, keys: Tensor, values: Tensor, packed: Packed, s
             for before, fresh in zip(packed.prefix, (keys, values), strict=True)
         ]
         rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
-        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale))
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
     return torch.cat(outputs, dim=2)
+
+
+def attend_as_written(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
+
+    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool, or added to scores, where 0
+    is seen, as transformers makes it for a model that is eager of its own; None is causal.
+    """
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if seen is None:
+        seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
+    for start in range(0, num_rows, most):
+        part = seen[:, :, start : start + most]
+        hidden = torch.zeros_like(part, dtype=query.dtype).masked_fill_(~part, torch.finfo(query.dtype).min)
+        outputs.append(attend(module, query[:, :, start : start + most], key, value, hidden, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
 
 
 def _attention(
@@ -64,39 +93,67 @@ def _attention(
     blend_rows: Tensor | None = None,
     blend_watch: Watch | None = None,
     blend_packed: Packed | None = None,
+    blend_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, except where a layer is run over scattered rows or packed chunks."""
+    """The model's own attention `whole`, except where a layer is run over scattered rows or packed chunks.
+
+    Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
+    """
+    sight = Sight(blend_window, softcap, s_aux)
     if blend_packed is not None:
-        return attend_packed(query, key, value, blend_packed, scaling).transpose(1, 2).contiguous(), None
+        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_rows is None and (softcap is not None or s_aux is not None):
+        bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+        return attend_as_written(module, query, key, value, attention_mask, scaling=scaling, **bends), None
     if blend_rows is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     if blend_watch is not None:
-        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        queries = Queries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
         watched = blend_watch(queries, key[0], value[0])
         if watched is not None:
             return watched[None].transpose(1, 2).contiguous(), None
-    return attend_rows(query, key, value, blend_rows, scaling).transpose(1, 2).contiguous(), None
+    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
+
+
+def _plug_in(model: Any) -> None:
+    """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
+    own = model.config._attn_implementation or "sdpa"
+    if own.startswith(ATTENTION):  # another engine's: both do the same
+        return
+    whole = ALL_ATTENTION_FUNCTIONS.get(own, None)
+    if whole is None:  # each family has an eager one of its own
+        attention = text_decoder(model).layers[0].self_attn
+        whole = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", sdpa_attention_forward)
+    name = f"{ATTENTION}_{own}"
+    AttentionInterface.register(name, partial(_attention, whole=whole))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    model.set_attn_implementation(name)
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
 
-    def __init__(self, fused: FusedLayers, rows: Tensor, end: int) -> None:
+    def __init__(self, fused: FusedLayers, turns: _Turns, told: Told | None = None) -> None:
         super().__init__(layers=[])
         self._fused = fused
-        self._rows = rows
-        self._end = end
+        self._turns = turns
+        self._told = told
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Scatter [1, H, R, D] and return [1, H, end, D] views of keys and values."""
-        self._fused.write(layer_idx, self._rows, key_states[0], value_states[0])
-        return self._fused.keys(layer_idx)[None, :, : self._end], self._fused.values(layer_idx)[None, :, : self._end]
+        rows, _, end, cos, sin = self._turns
+        if self._told is not None:
+            places, tell = self._told
+            tell(LayerKV(unrotate(key_states[0][:, places], cos[places], sin[places]), value_states[0][:, places]))
+        self._fused.write(layer_idx, rows, key_states[0], value_states[0])
+        return self._fused.keys(layer_idx)[None, :, :end], self._fused.values(layer_idx)[None, :, :end]
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
@@ -119,6 +176,7 @@ class _Turns(NamedTuple):
     """The rotation of some rows."""
 
     rows: Tensor  # positions [R]
+    kind: str  # of layers, where they turn by angles of their own
     end: int  # position after the highest of them
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
@@ -129,17 +187,23 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
-        AttentionInterface.register(ATTENTION, _attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.set_attn_implementation(ATTENTION)
+        _plug_in(model)
         self.model = model.eval()
-        self.config = model.config
-        self._decoder = model.model
-        self._layers = list(model.model.layers)
-        self._rotary = model.model.rotary_emb
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.config = model.config.get_text_config()
+        self._decoder = text_decoder(model)
+        self._layers = list(self._decoder.layers)
+        self._rotary = self._decoder.rotary_emb
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
+        self._adapters = adapters_at_work(model) if getattr(model, "peft_config", None) else ""
         self._turns: tuple[_Turns, ...] = ()  # of the rows that were run or placed last, the latest first
-        self.context_length = exact_context(rope_parameters(self.config), self.config.max_position_embeddings)
+        ropes = rope_parameters(self.config)
+        self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
+        self._turns_kept = TURNS_KEPT * len(ropes)
+        self.context_length = context_length(self.config)
+        self._windows = layer_windows(self.config)
+        seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
+        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        """The layers that see everything, where others see a window only; () where all are alike."""
         self.head_dim = self._family.head_dim
         self.kv_shapes = [(self._family.num_kv_heads, self.head_dim, self.head_dim)] * len(self._layers)
         kv_modules = self._family.projections(self._layers[0].self_attn)
@@ -170,8 +234,18 @@ class TransformersLayers:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, hidden size] for ids [R]."""
+        if self._adapters:
+            self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
         return hidden
+
+    def _check_adapters(self) -> None:
+        """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
+        if adapters_at_work(self.model) != self._adapters:
+            raise RagblendError(
+                "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
+                "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
+            )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
@@ -181,34 +255,38 @@ class TransformersLayers:
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
-        turns = self._turns_of(rows)
+        turns = self._turns_of(rows, self._kinds[layer])
         return rotate(keys, turns.cos, turns.sin)
 
     def lift_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
-        turns = self._turns_of(rows)
+        turns = self._turns_of(rows, self._kinds[layer])
         return unrotate(keys, turns.cos, turns.sin)
 
-    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor, shares: Tensor) -> None:
-        """Add to keys [H, R, D] at positions `rows` [R], in place, their `shares` [R] of `by` [H, 1, D], pre-RoPE."""
-        turns = self._turns_of(rows)
-        add_rotated(keys, by, turns.cos, turns.sin, shares)
+    def move_keys(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
+        """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
+        turns = self._turns_of(rows, self._kinds[layer])
+        add_rotated(keys, by, turns.cos, turns.sin)
 
-    def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers) -> Tensor:
+    def run_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, told: Told | None = None
+    ) -> Tensor:
         """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
-        return self._run(layer, hidden, rows, _RowCache(fused, rows, self._turns_of(rows).end), blend_rows=rows)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), told)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows)
 
     def run_layer_ahead(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers, watch: Watch | None
     ) -> Tensor:
         """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
-        cache = _RowCache(fused, rows, self._turns_of(rows).end)
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]))
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=watch)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """The decoder layer itself over `rows`; `how` is for `_attention`."""
-        turns = self._turns_of(rows)
-        embeddings = (turns.cos.to(hidden.dtype)[None], turns.sin.to(hidden.dtype)[None])
+        turns = self._turns_of(rows, self._kinds[layer])
+        width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
+        embeddings = (turns.cos[None, :, :width].to(hidden.dtype), turns.sin[None, :, :width].to(hidden.dtype))
         output = self._layers[layer](
             hidden[None],
             attention_mask=None,
@@ -216,6 +294,7 @@ class TransformersLayers:
             past_key_values=cache,
             use_cache=True,
             position_embeddings=embeddings,
+            blend_window=self._windows[layer],
             **how,
         )
         hidden = output[0] if isinstance(output, tuple) else output
@@ -225,7 +304,7 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: FusedLayers
     ) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
-        hidden, keys = self._tapped(layer, len(rows), lambda: self.run_layer(layer, hidden, rows, fused))
+        hidden, keys = self._tapped(layer, lambda: self.run_layer(layer, hidden, rows, fused))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
 
     def run_packed_layer(
@@ -238,57 +317,95 @@ class TransformersLayers:
         """
         length, cache = prefix.length, _PackedCache()
         packed = Packed(LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length]), spans)
-        hidden, keys = self._tapped(
-            layer, len(rows), lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
-        )
+        hidden, keys = self._tapped(layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed))
         return hidden, LayerKV(keys, cache.values)
 
-    def _tapped(self, layer: int, num_rows: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def _tapped(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
         attention = self._layers[layer].self_attn
         tapped: list[Tensor] = []
-        source = next(getattr(attention, name) for name in self._family.tapped if hasattr(attention, name))
+        source = getattr(attention, self._family.tapped)
         hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
         try:
             hidden = run()
         finally:
             hook.remove()
-        keys = self._family.tapped_keys(tapped[0][0], num_rows)  # without the batch dimension
+        keys = self._family.tapped_keys(attention, tapped[0][0])  # without the batch dimension
         return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [R, vocabulary] in float32."""
         logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._family.logits_scaling
+        softcap = self._family.logits_softcap
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
         """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
-        output = self.model(input_ids=token_ids[None], use_cache=True, logits_to_keep=1)
+        if self._adapters:
+            self._check_adapters()
+        # A cache that knows no config: transformers' own forgets what has left a layer's window.
+        output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
         return output.logits[0, -1].float(), layers
 
-    def _turns_of(self, rows: Tensor) -> _Turns:
-        """The rotation of `rows` [R], in any order, gathered once for all layers that get the same tensor."""
+    def prefill_in_pieces(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
+        """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        cache, logits = DynamicCache(), torch.empty(0)
+        for piece in token_ids.tensor_split(list(cuts)):
+            output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
+        return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+    @contextmanager
+    def as_checked(self, window: int) -> Iterator[None]:
+        """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
+
+        And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
+        """
+        own, windows = getattr(self.config, "sliding_window", None), self._windows
+        routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
+        routers = [] if self.dtype == torch.float32 else routers
+        chosen = [router.top_k for router in routers]
+        if any(windows):
+            self.config.sliding_window = window  # from which transformers makes its masks
+            self._windows = tuple(window if each is not None else None for each in windows)
+        for router in routers:
+            router.top_k = router.num_experts
+        try:
+            yield
+        finally:
+            if any(windows):
+                self.config.sliding_window, self._windows = own, windows
+            for router, count in zip(routers, chosen, strict=True):
+                router.top_k = count
+
+    def _turns_of(self, rows: Tensor, kind: str) -> _Turns:
+        """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
         remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
         for turns in remembered:
-            if turns.rows is rows:
+            if turns.rows is rows and turns.kind == kind:
                 return turns
         end = int(rows.max()) + 1 if len(rows) else 1  # packed chunks count anew: the last row need not be the highest
-        cos, sin = self._rope(end)
-        turns = _Turns(rows, end, cos[rows], sin[rows])
-        self._turns = (turns, *remembered[: TURNS_KEPT - 1])
+        cos, sin = self._rope(end, kind)
+        turns = _Turns(rows, kind, end, cos[rows], sin[rows])
+        self._turns = (turns, *remembered[: self._turns_kept - 1])
         return turns
 
-    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+    def _rope(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
         """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        known = self._tables
+        known = self._tables.get(kind)
         if known is None or known[0].shape[0] < length:
             # Doubling keeps re-computation rare while decoding moves one position at a time.
             size = min(max(2 * length, 512), max(self.context_length, length))
             positions = torch.arange(size, device=self.device)[None]
             dummy = torch.empty(0, dtype=torch.float32, device=self.device)
-            cos, sin = self._rotary(dummy, position_ids=positions)
-            known = self._tables = (cos[0], sin[0])
+            which = {"layer_type": kind} if kind else {}
+            cos, sin = (table[0] for table in self._rotary(dummy, position_ids=positions, **which))
+            if self._family.half_tables:
+                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+            known = self._tables[kind] = (cos, sin)
         return known
 
 

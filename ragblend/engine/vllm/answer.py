@@ -33,7 +33,7 @@ from ragblend.engine.report import (
 from ragblend.engine.shadow import runs_alike
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
-from ragblend.errors import EngineClosedError, RagblendError
+from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, SegmentKind, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter, TextStream
@@ -278,6 +278,8 @@ class VllmBase(EngineBase):
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         asked = GenerationOptions(**options)
+        if asked.logprobs:
+            raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
         find_rule(asked.rule)
         self._check_prompt(prompt, asked.stops)
         tokenized = self.segmenter.tokenize(prompt)
@@ -318,6 +320,20 @@ class VllmBase(EngineBase):
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
         self._shadow.consider(compare, answer.report)
+
+
+def sampling(options: GenerationOptions) -> dict[str, Any]:
+    """What vLLM is told of penalties, bias and limits, by its own names; it would take what is left out from the
+    model's generation_config, which the other engine does not."""
+    bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
+    return {
+        "top_k": options.top_k or 0,
+        "min_p": options.min_p or 0.0,
+        "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
+        "presence_penalty": options.presence_penalty or 0.0,
+        "frequency_penalty": options.frequency_penalty or 0.0,
+        **({"logit_bias": bias} if bias else {}),
+    }
 
 
 def blend_params(

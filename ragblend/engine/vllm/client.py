@@ -23,7 +23,7 @@ import httpx
 from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.kv import ChunkKV
-from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
 from ragblend.engine.vllm.params import report_from, vllm_structure
 from ragblend.errors import (
     BackendUnreachableError,
@@ -367,12 +367,7 @@ class VllmClient(VllmBase):
             "top_p": options.top_p,
             "stream": True,
             "return_token_ids": True,
-            # vLLM would take these from the model's generation_config; the other engines do not.
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **sampling(options),
         }
         if options.seed is not None:
             body["seed"] = options.seed

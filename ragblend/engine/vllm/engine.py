@@ -22,7 +22,7 @@ from uuid import uuid4
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.tiered import WorksInBackground, kv_dtype_of
-from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest
+from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
@@ -280,6 +280,7 @@ class _Loop:
                 temperature=options.temperature,
                 top_p=options.top_p,
                 seed=options.seed,
+                **sampling(options),
                 max_tokens=options.max_tokens,
                 stop_token_ids=stop_ids,
                 structured_outputs=held,

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.hf.adapters import is_adapter
 from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
-from ragblend.errors import RagblendError, UsageError
-from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, RatioChoice
+from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
+from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
 
@@ -67,6 +68,7 @@ def find_checkpoint(
     Downloads a Hugging Face id. Loads no weights, but reads them once for the fingerprint, which is remembered.
     """
     path = find_model(model)
+    _refuse_format(path)
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -91,7 +93,9 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
     """Why vLLM's default configuration of `model` cannot be blended; empty when it can. Does not need vLLM."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(find_model(model, weights=False), trust_remote_code=trust_remote_code)
+    path = find_model(model, weights=False)
+    _refuse_format(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     described = SimpleNamespace(
         hf_config=config,
@@ -103,6 +107,20 @@ def model_refusals(model: str, dtype: str = "auto", trust_remote_code: bool = Fa
     )
     parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
     return refusals(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
+
+
+def _refuse_format(path: Path) -> None:
+    if path.is_file():
+        raise UnsupportedModelError(
+            f"{path.name} is a GGUF, which is read here with backend='transformers' alone: vLLM's own reader is "
+            "experimental, and dequantises otherwise, so that stored KV would be another model's. For vLLM take the "
+            "original model, or save this one as safetensors with save_pretrained"
+        )
+    if is_adapter(path):
+        raise UnsupportedModelError(
+            f"{path.name} is an adapter, which is run here with backend='transformers' alone: vLLM computes adapters "
+            "per request, and stored KV does not. Merge it into its base (peft's merge_and_unload) and save that"
+        )
 
 
 def require_vllm() -> None:
@@ -157,7 +175,7 @@ def transfer_config(
     besides; None: what the store remembers.
     """
     extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
-    tokenizer, path = load_tokenizer(model, trust_remote_code)
+    tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
     extra["context_ids"] = list(segmenter.fixed_ids)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import Queries, attend_rows
-from ragblend.engine.fusion.fuse import Run, Told
-from ragblend.engine.fusion.protocols import Watch
+from ragblend.engine.fusion.attention import Queries, Sight, attend_rows
+from ragblend.engine.fusion.fuse import Run
+from ragblend.engine.fusion.protocols import Told, Watch
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
@@ -85,6 +85,10 @@ class VllmLayers:
             refuse_bent_attention(found[0].impl)
             self._attention.append(found[0])
         self._names = [attention.layer_name for attention in self._attention]
+        self._sights = [_sight(attention) for attention in self._attention]
+        seeing_all = tuple(layer for layer, sight in enumerate(self._sights) if sight.window is None)
+        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.block_size: int = spec.block_size
         parameter = next(model.parameters())
@@ -179,7 +183,8 @@ class VllmLayers:
             queries += seen
         if watch is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            watch(Queries(torch.cat(queries, 1), rows, scale), fused.keys(layer)[:, : int(rows[-1]) + 1])
+            asked = Queries(torch.cat(queries, 1), rows, scale, self._sights[layer])
+            watch(asked, fused.keys(layer)[:, : int(rows[-1]) + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
@@ -333,9 +338,10 @@ class VllmLayers:
             seen.append(states)
             end, scale = int(rows[-1]) + 1, attention.impl.scale
             keys, values = fused.keys(layer)[:, :end], fused.values(layer)[:, :end]
-            output = watch(Queries(states, rows, scale), keys, values) if watch is not None else None
+            sight = self._sights[layer]
+            output = watch(Queries(states, rows, scale, sight), keys, values) if watch is not None else None
             if output is None:
-                output = attend_rows(states[None], keys[None], values[None], rows, scale)[0]
+                output = attend_rows(states[None], keys[None], values[None], rows, scale, sight)[0]
             return output.transpose(0, 1).flatten(1)
 
         attention.forward = attend  # on the instance, so before the class's own
@@ -429,6 +435,13 @@ class _HeadSlice:
         """One layer as it is stored, contiguous; heads come first in each of its tensors."""
         stored = self._source.stored_layer(index)
         return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))
+
+
+def _sight(attention: Any) -> Sight:
+    """How vLLM's attention layer attends, for ours to do alike."""
+    impl = attention.impl
+    softcap = getattr(impl, "logits_soft_cap", None) or None  # 0 in some backends, where there is none
+    return Sight(attention.sliding_window, softcap, getattr(impl, "sinks", None))
 
 
 def _num_weights(module: Any) -> int:

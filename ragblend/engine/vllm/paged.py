@@ -78,13 +78,13 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], keys, values)
 
     def place(
-        self, layer: int, stored: Sequence[Stored], shares: Tensor | None = None, by: LayerKV | None = None
+        self, layer: int, stored: Sequence[Stored], by: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
         """Put stored (pre-RoPE) KV at its rows in the blocks, and keep it at hand where the layer is read.
 
-        With `shares` [T] and `by` [H, 1, D], each row with its share of it, before rotation, added.
+        With `by` [H, M, D] and `shares` [T, M], each row with its shares of it, before rotation, added.
         """
-        for rows, placed in self._placed(layer, stored, shares, by):
+        for rows, placed in self._placed(layer, stored, by, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
     def keep(self, layer: int, stored: Sequence[Stored]) -> None:
@@ -93,7 +93,7 @@ class PagedKV:
             pass
 
     def _placed(
-        self, layer: int, stored: Sequence[Stored], shares: Tensor | None = None, by: LayerKV | None = None
+        self, layer: int, stored: Sequence[Stored], by: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
         """Runs of rows, with their keys, rotated, and their values, [R, H, D]: made in one go where there is room."""
         for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
@@ -101,10 +101,10 @@ class PagedKV:
             for span, kv in parts:
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 for index, tensor in enumerate(kv):
-                    own = tensor.to(self._layers.device, non_blocking=True).transpose(0, 1)
+                    own = tensor.to(self._layers.device, non_blocking=True)
                     if shares is not None and by is not None:
-                        own = torch.addcmul(own.float(), by[index].transpose(0, 1), shares[span, None, None])
-                    room[index][here] = own  # one copy, which turns the layout as well
+                        own = own + shares[span] @ by[index]
+                    room[index][here] = own.transpose(0, 1)  # one copy, which turns the layout as well
             self._layers.turn(layer, room.keys, self._positions[rows])
             yield rows, room
 
@@ -207,17 +207,17 @@ class PagedSource:
         self._place_s += perf_counter() - start_s
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R] of a layer that was waited for: see MovableSource."""
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R] that waits to be moved: see MovableSource."""
         places, parts = rows.cpu(), list[LayerKV]()
         for span, kv in self._waiting[layer]:
             taken = places[(places >= span.start) & (places < span.stop)] - span.start
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
-    def move(self, layer: int, shares: Tensor, by: LayerKV | None) -> None:
-        """Place what waited for it, each row with its share, `shares` [T], of `by` [H, 1, D] added before rotation."""
+    def move(self, layer: int, by: LayerKV | None, shares: Tensor | None = None) -> None:
+        """Place what waited for it, with its shares, `shares` [T, M], of `by` [H, M, D] added before rotation."""
         start_s = perf_counter()
-        self._paged.place(layer, self._waiting.pop(layer), shares, by)
+        self._paged.place(layer, self._waiting.pop(layer), by, shares)
         self._place_s += perf_counter() - start_s
 
     def __enter__(self) -> PagedSource:

@@ -65,7 +65,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
         with PagedSource((prefix, *plan.placements), layers, target, moves=plan.carries) as source:
-            drain(layers, fuse_steps(layers, plan, target, source), lambda step: layers.run_layer(*step))
+            drain(layers, fuse_steps(layers, plan, target, source))
         return outcome(question)
 
     def asked(placement: Placement) -> Tensor:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
+from ragblend.engine.hf.families import WINDOWED, rope_parameters
 from ragblend.engine.hf.model import find_model
 from ragblend.engine.hf.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
@@ -18,6 +19,8 @@ OLDEST, BEFORE = (0, 28), (0, 34)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. Shown to work: 0.32.0 on CPU."""
 
 ARCHITECTURES = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
@@ -56,6 +59,18 @@ def refusals(vllm_config: Any) -> list[str]:
     """Why this configuration cannot be blended; empty when it can. Every reason, not only the first."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _model_refusals(model)
+    has_window, sees_all = _layers_seen(model.hf_config)
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if has_window and not sees_all:
+        reasons.append(
+            f"its layers see {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees the blocks "
+            "that have left it; start vLLM with --disable-sliding-window, which serves prompts up to that length"
+        )
+    elif has_window and not getattr(scheduler, "disable_hybrid_kv_cache_manager", False):
+        reasons.append(
+            "some of its layers see a sliding window, and vLLM frees the blocks that have left it; start vLLM with "
+            "--disable-hybrid-kv-cache-manager, which keeps them"
+        )
     if parallel.pipeline_parallel_size > 1:
         reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: every worker needs all layers")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -85,26 +100,28 @@ def _model_refusals(model: Any) -> list[str]:
         reasons.append("its attention is MLA, whose cache holds no per-head keys and values")
     if getattr(model, "is_hybrid", False):
         reasons.append("it has recurrent (state space) layers, whose state cannot be put together from chunks")
-    foreign = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"})
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})
     if foreign:
         reasons.append(f"it has layers of type {', '.join(foreign)}, whose KV cannot be moved within a prompt")
-    window = getattr(config, "sliding_window", None)
-    if window and not foreign and getattr(config, "use_sliding_window", True):
-        reasons.append(
-            f"its layers see {window} tokens only (sliding window); if your prompts are shorter than that, start vLLM "
-            """with --hf-overrides '{"sliding_window": null}'"""
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind == "longrope":
-        original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-        if model.max_model_len > original:
-            reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
-    elif kind not in FIXED_FREQUENCY:
-        reasons.append(f"its RoPE type {kind!r} changes with the prompt's length")
-    if rope.get("mrope_section"):
-        reasons.append("its RoPE has several position axes (M-RoPE)")
+    for rope in rope_parameters(config).values():
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+            if model.max_model_len > original:
+                reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
+        elif kind not in FIXED_FREQUENCY:
+            reasons.append(f"its RoPE type {kind!r} changes with the prompt's length")
+        if rope.get("mrope_section"):
+            reasons.append("its RoPE has several position axes (M-RoPE)")
     return reasons
+
+
+def _layers_seen(config: Any) -> tuple[bool, bool]:
+    """Whether some layers see a window, and whether some see everything. --disable-sliding-window clears the window."""
+    kinds = set(getattr(config, "layer_types", None) or (WINDOWED,))
+    if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
+        return False, True
+    return WINDOWED in kinds, kinds != {WINDOWED}
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
@@ -117,25 +134,23 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 def refuse_kv_groups(kv_cache_config: Any) -> None:
-    """Raise UnsupportedModelError unless all layers share one paged cache of full attention."""
+    """Raise UnsupportedModelError unless all layers share one paged cache in which every token keeps its block.
+
+    Layers with a window may be among them: vLLM then calls the cache one of full attention, too.
+    """
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    window = any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
-    if len(groups) != 1 or kinds != ["FullAttentionSpec"] or window:
+    if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
         raise UnsupportedModelError(
-            f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}"
-            f"{' with a sliding window' if window else ''}. {_WAY_OUT}"
+            f"ragblend blends into one cache of full attention; vLLM made {len(groups)} of {', '.join(kinds)}. "
+            f"Start it with --disable-hybrid-kv-cache-manager, if it has layers with sliding windows. {_WAY_OUT}"
         )
 
 
 def refuse_bent_attention(impl: Any) -> None:
-    """Raise UnsupportedModelError unless vLLM's attention is a plain softmax: the question is asked by our own."""
-    bends = {"ALiBi slopes": "alibi_slopes", "attention sinks": "sinks"}
-    found = [what for what, name in bends.items() if getattr(impl, name, None) is not None]
-    if getattr(impl, "logits_soft_cap", None):  # 0 in some backends, where there is none
-        found.append("a soft cap")
-    if found:
-        raise UnsupportedModelError(f"its attention has {' and '.join(found)}, which ragblend lacks. {_WAY_OUT}")
+    """Raise UnsupportedModelError for attention that ours cannot be: the question is asked by our own."""
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_WAY_OUT}")
 
 
 def model_fingerprint(model_config: Any) -> str:

@@ -325,6 +325,7 @@ class BlendWorker:
                 num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
                 num_chunk_tokens=num_stored,
                 fitted=job.fitted,
+                global_layers=layers.global_layers,
             )
         separators = torch.zeros(num_tokens, dtype=torch.bool)
         separators[list(params.separators)] = True

@@ -249,6 +249,24 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
     assert answer.token_ids == script.answer[:-1]  # the end token is no part of the answer
 
 
+def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_nothing(
+    client: VllmClient, script: Script
+) -> None:
+    client.generate(PROMPT, max_tokens=2)
+    asked: dict[str, Any] = {
+        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+    }  # fmt: skip
+    client.generate(PROMPT, max_tokens=2, logit_bias={"7": 3}, **asked)  # type: ignore[dict-item]
+    plain, full = script.bodies
+    assert {name: plain[name] for name in asked} == {
+        "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    }  # fmt: skip
+    assert "logit_bias" not in plain
+    assert {name: full[name] for name in (*asked, "logit_bias")} == asked | {"logit_bias": {"7": 3.0}}
+    with pytest.raises(UsageError, match="logprobs are given by backend='transformers' alone"):
+        client.generate(PROMPT, logprobs=True)
+
+
 def test_the_answers_length_is_what_the_context_leaves(client: VllmClient, script: Script) -> None:
     script.answer = [END]
     client.generate(PROMPT, max_tokens=10_000)

@@ -33,6 +33,14 @@ def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None
     )
 
 
+MIXED = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 512,
+}
+KEEPS = {"disable_hybrid_kv_cache_manager": True}
+
+
 @pytest.mark.parametrize("found", [(0, 28), (0, 32), (0, 33)])
 def test_supported_versions_pass(found):
     check_version(found)
@@ -49,6 +57,11 @@ def test_what_is_supported_is_not_refused():
     assert refusals(config(cache_dtype="bfloat16")) == []
     assert refusals(config({"sliding_window": 4096, "use_sliding_window": False})) == []
     assert refusals(config({"rope_parameters": {"rope_type": "llama3"}})) == []
+    by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
+    gemma = config({**MIXED, "rope_parameters": by_type}, scheduler_config=SimpleNamespace(**KEEPS))
+    assert refusals(gemma) == []
+    # --disable-sliding-window leaves the layers' types, and takes the window away
+    assert refusals(config({**MIXED, "sliding_window": None})) == []
 
 
 @pytest.mark.parametrize(
@@ -56,8 +69,15 @@ def test_what_is_supported_is_not_refused():
     [
         (config({"architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
         (config({"architectures": None}), "unknown"),
-        (config({"sliding_window": 512}), "sliding window"),
-        (config({"layer_types": ["full_attention", "sliding_attention"]}), "sliding_attention"),
+        (config({"sliding_window": 512}), "512 tokens only.*--disable-sliding-window"),
+        (config({**MIXED, "layer_types": ["sliding_attention"] * 2}), "512 tokens only.*--disable-sliding-window"),
+        (config({"sliding_window": 512}, scheduler_config=SimpleNamespace(**KEEPS)), "--disable-sliding-window"),
+        (config(MIXED), "--disable-hybrid-kv-cache-manager"),
+        (
+            config(MIXED, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)),
+            "--disable-hybrid-kv-cache-manager",
+        ),
+        (config({"layer_types": ["full_attention", "chunked_attention"]}), "chunked_attention"),
         (config({"rope_parameters": {"rope_type": "dynamic"}}), "'dynamic'"),
         (
             config({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}),
@@ -85,15 +105,13 @@ def test_every_reason_is_named():
     assert len(refusals(both)) == 2
 
 
-def test_attention_that_is_no_plain_softmax_is_refused():
+def test_attention_that_ours_cannot_follow_is_refused():
     plain = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
     refuse_bent_attention(SimpleNamespace(**plain))
     refuse_bent_attention(SimpleNamespace(scale=0.5))
-    slopes = torch.ones(4)
-    for bend, named in (("logits_soft_cap", "soft cap"), ("alibi_slopes", "ALiBi"), ("sinks", "sinks")):
-        bent = SimpleNamespace(**{**plain, bend: 30.0 if bend == "logits_soft_cap" else slopes})
-        with pytest.raises(UnsupportedModelError, match=named):
-            refuse_bent_attention(bent)
+    refuse_bent_attention(SimpleNamespace(**{**plain, "logits_soft_cap": 30.0, "sinks": torch.ones(4)}))
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        refuse_bent_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
 
 
 def test_more_than_one_kind_of_cache_is_refused():

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragblend.engine.fusion import attention
-from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
+from ragblend.engine.fusion.attention import (
+    BLOCK_ROWS,
+    PLAIN,
+    Queries,
+    Sight,
+    attend_rows,
+    attend_weighing,
+    attention_mass,
+    repair_effect,
+)
 from ragblend.engine.store.kv import LayerKV
 
 LENGTH, DIM, SCALE = 40, 8, 0.3
@@ -22,9 +31,14 @@ def probabilities(queries: Queries, keys: Tensor) -> Tensor:
     weights = torch.zeros(num_heads, num_queries, keys.shape[1])
     for head in range(num_heads):
         for index, row in enumerate(queries.rows.tolist()):
-            seen = keys[head // group, : row + 1].double()
+            first = 0 if queries.sight.window is None else max(0, row + 1 - queries.sight.window)
+            seen = keys[head // group, first : row + 1].double()
             scores = seen @ queries.states[head, index].double() * queries.scale
-            weights[head, index, : row + 1] = scores.softmax(0)
+            if queries.sight.softcap is not None:
+                scores = queries.sight.softcap * (scores / queries.sight.softcap).tanh()
+            if queries.sight.sinks is not None:
+                scores = torch.cat((scores, queries.sight.sinks[head : head + 1].double()))
+            weights[head, index, first : row + 1] = scores.softmax(0)[: row + 1 - first]
     return weights
 
 
@@ -40,6 +54,16 @@ def draw(seed: int, rows: list[int], kv_heads: int, sharpness: float = 1.0) -> t
     return Queries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
 
 
+def sight(window: int | None, softcap: float | None, has_sinks: bool) -> Sight:
+    return Sight(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
+
+
+sights = st.one_of(
+    st.just(PLAIN),
+    st.builds(
+        sight, st.one_of(st.none(), st.integers(2, LENGTH + 5)), st.sampled_from([None, 1.5, 20.0]), st.booleans()
+    ),
+)
 questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(sorted)
 
 
@@ -49,14 +73,17 @@ questions = st.sets(st.integers(20, LENGTH - 1), min_size=1, max_size=12).map(so
     kv_heads=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 20),
     block=st.sampled_from([1, 400, 1 << 22]),
+    sight=sights,
 )
-def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block):
+def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads, seed, block, sight):
     queries, kv = draw(seed, rows, kv_heads)
+    queries = queries._replace(sight=sight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         found = attention_mass(queries, kv.keys)
     torch.testing.assert_close(found, probabilities(queries, kv.keys).mean(dim=(0, 1)), atol=1e-6, rtol=0)
-    assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+    if sight.sinks is None:
+        assert float(found.sum()) == pytest.approx(1, abs=1e-5)
     assert (found[rows[-1] + 1 :] == 0).all()
 
 
@@ -67,10 +94,12 @@ def test_the_mass_is_the_mean_of_the_probabilities_in_any_blocks(rows, kv_heads,
     num_asking=st.integers(1, 12),
     block=st.sampled_from([1, 400, 1 << 22]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sight=sights,
 )
-def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype):
+def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype, sight):
     queries, kv = draw(0, rows, kv_heads)
-    queries, kv = queries._replace(states=queries.states.to(dtype)), LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
+    queries = queries._replace(states=queries.states.to(dtype), sight=sight)
+    kv = LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
         output, mass = attend_weighing(queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking)
@@ -84,10 +113,11 @@ def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype):
 @settings(max_examples=30)
 @given(
     rows=questions, kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 20),
-    block=st.sampled_from([1, 1 << 22]), sharpness=st.sampled_from([0.1, 1.0, 8.0, 60.0]),
+    block=st.sampled_from([1, 1 << 22]), sharpness=st.sampled_from([0.1, 1.0, 8.0, 60.0]), sight=sights,
 )  # fmt: skip
-def test_the_effect_of_a_repair_is_what_repairing_does(rows, kv_heads, seed, block, sharpness):
+def test_the_effect_of_a_repair_is_what_repairing_does(rows, kv_heads, seed, block, sharpness, sight):
     queries, stale = draw(seed, rows, kv_heads, sharpness)
+    queries = queries._replace(sight=sight)
     _, other = draw(seed + 1, rows, kv_heads)
     repaired = torch.tensor([0, 3, 7, 19, 30])
     fresh = LayerKV(other.keys[:, repaired], other.values[:, repaired])
@@ -111,3 +141,31 @@ def test_a_token_without_drift_or_without_attention_has_no_effect():
     effect = repair_effect(queries, stale, rows, moved)
     assert effect[0] > 1e-4
     assert effect[1] == 0
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.one_of(
+        st.sets(st.integers(0, LENGTH - 1), min_size=1).map(sorted),
+        st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda run: list(range(run[0], run[0] + run[1]))),
+    ),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    sight=sights,
+    block=st.sampled_from([1, 1 << 22]),
+    block_rows=st.sampled_from([1, 3, BLOCK_ROWS]),
+)
+def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_heads, sight, block, block_rows):
+    queries, kv = draw(3, rows, kv_heads)
+    queries = queries._replace(sight=sight)
+    expected = outputs(queries, kv)
+    unseen = torch.ones(LENGTH, dtype=torch.bool)
+    for row in rows:
+        unseen[max(0, row + 1 - (sight.window or LENGTH)) : row + 1] = False
+    inner = torch.arange(LENGTH)
+    unseen &= (inner < inner[~unseen].min()) | (inner > rows[-1])  # between rows far apart, blocks read over gaps
+    keys, values = (states.masked_fill(unseen[:, None], torch.nan)[None] for states in kv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention.BLOCK_SCORES, "cpu", block)
+        patch.setattr(attention, "BLOCK_ROWS", block_rows)
+        found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE, sight)
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=0)

@@ -57,6 +57,7 @@ def test_attention_shares_are_those_of_eager_attention(family, checks, stock_mod
     note_fidelity(report, plan_of(prompt, "repair"), outcome.result)
 
     mass = eager_attention(stock_model(family), prompt, tuple(check.layer for check in checks))
+    mass /= mass.sum()  # sinks take some of it
     expected = {"exact": 0.0, "recomputed": 0.0, "stale": 0.0}
     stored = [position for start, ids in prompt.starts("chunk")[1:] for position in range(start, start + len(ids))]
     for position, share in enumerate(mass.tolist()):

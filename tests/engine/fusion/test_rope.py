@@ -143,10 +143,10 @@ def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary", [4, 8])
 def test_to_add_before_or_after_rotating_is_the_same(rotary: int, dtype: torch.dtype) -> None:
-    keys, by, shares = torch.randn(2, 9, 8), torch.randn(2, 1, 8), torch.rand(9)
+    keys, by = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
     cos, sin = tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
-    expected = rotate(keys + by * shares[:, None], cos, sin)
+    expected = rotate(keys + by, cos, sin)
     found = rotate(keys, cos, sin).to(dtype)
-    add_rotated(found, by, cos, sin, shares)
+    add_rotated(found, by, cos, sin)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)

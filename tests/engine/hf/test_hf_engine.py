@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from datetime import datetime
 from typing import Any
@@ -158,7 +158,9 @@ def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
     """The sampler says `answer`, whatever the logits."""
 
     class Scripted:
-        def __init__(self, options: GenerationOptions) -> None:
+        logprobs = None
+
+        def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
             self.tokens: Iterator[int] = iter(answer)
 
         def choose(self, logits: torch.Tensor) -> int:

@@ -6,6 +6,43 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import WINDOWED
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
 from transformers.models.arcee.configuration_arcee import ArceeConfig
 from transformers.models.arcee.modeling_arcee import ArceeForCausalLM
 from transformers.models.cohere.configuration_cohere import CohereConfig
@@ -14,8 +51,6 @@ from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.configuration_glm import GlmConfig
@@ -42,8 +77,6 @@ from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
@@ -51,7 +84,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.families import refuse_unsupported
+from ragblend.engine.hf.families import layer_windows, refuse_unsupported
 from ragblend.engine.hf.layers import TURNS_KEPT, TransformersLayers
 from ragblend.errors import UnsupportedModelError
 
@@ -69,39 +102,76 @@ def load(model: Any, name: str = "tiny") -> TransformersLayers:
 @pytest.mark.parametrize(
     ("config", "model", "changes", "named"),
     [
-        (MistralConfig, MistralForCausalLM, {"sliding_window": 512}, r"sliding_attention layers \(window 512"),
-        (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "max_window_layers": 3}, "sliding_attention"),
-        (Phi3Config, Phi3ForCausalLM, {"sliding_window": 2047}, r"sliding_attention layers \(window 2047"),
-        (Gemma2Config, Gemma2ForCausalLM, {}, "sliding_attention"),
-        (Gemma3TextConfig, Gemma3ForCausalLM, {}, "sliding_attention"),
         (Llama4TextConfig, Llama4ForCausalLM, {}, "chunked_attention"),
-        (Qwen3NextConfig, Qwen3NextForCausalLM, {}, "linear_attention"),
-        (DeepseekV2Config, DeepseekV2ForCausalLM, {}, "DeepseekV2Attention"),
-        (DeepseekV3Config, DeepseekV3ForCausalLM, {}, "DeepseekV3Attention"),
         (Olmo2Config, Olmo2ForCausalLM, {}, "Olmo2Attention"),
+        (Gemma3TextConfig, Gemma3ForCausalLM, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )
 def test_layers_that_cannot_be_fused_are_refused_by_their_type(config, model, changes, named):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+    refused(config, model, named, **SIZES, **changes)
+
+
+SIZES = {
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+
+
+def refused(config: Any, model: Any, named: str, **fields: Any) -> None:
     with torch.device("meta"):  # types alone are looked at, so the weights need no memory
-        tiny = model(config(vocab_size=300, pad_token_id=0, **sizes, **changes))
-    with pytest.raises(UnsupportedModelError, match=rf"{named}.*full attention with RoPE: Llama"):
+        tiny = model(config(**fields))
+    with pytest.raises(UnsupportedModelError, match=rf"{model.__name__}.*{named}.*attention with RoPE.*Llama"):
         refuse_unsupported(tiny)
 
 
-@pytest.mark.parametrize(("config", "model"), [(MambaConfig, MambaForCausalLM), (GPT2Config, GPT2LMHeadModel)])
-def test_models_without_rope_attention_are_refused(config, model):
-    tiny = model(config(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
-    with pytest.raises(UnsupportedModelError, match=rf"{model.__name__} has no decoder of RoPE attention.*Llama"):
+LATENT = [
+    (DeepseekV2Config, DeepseekV2ForCausalLM),
+    (DeepseekV3Config, DeepseekV3ForCausalLM),
+    (DeepseekV32Config, DeepseekV32ForCausalLM),
+    (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+]
+RECURRENT = [
+    (BambaConfig, BambaForCausalLM),
+    (FalconH1Config, FalconH1ForCausalLM),
+    (JambaConfig, JambaForCausalLM),
+    (Lfm2Config, Lfm2ForCausalLM),
+    (MambaConfig, MambaForCausalLM),
+    (Mamba2Config, Mamba2ForCausalLM),
+    (NemotronHConfig, NemotronHForCausalLM),
+    (Qwen3NextConfig, Qwen3NextForCausalLM),
+    (RecurrentGemmaConfig, RecurrentGemmaForCausalLM),
+    (Zamba2Config, Zamba2ForCausalLM),
+]
+
+
+@pytest.mark.parametrize(("config", "model"), LATENT)
+def test_latent_attention_is_refused_as_such(config, model):
+    refused(config, model, r"multi-head latent attention \(MLA\).*one vector per token", **SIZES)
+
+
+@pytest.mark.parametrize(("config", "model"), RECURRENT)
+def test_state_space_and_hybrid_models_are_refused_for_their_state(config, model):
+    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if config is Lfm2Config else {}
+    refused(config, model, "one state of everything before them", **kinds)
+
+
+def test_models_without_rope_attention_are_refused():
+    tiny = GPT2LMHeadModel(GPT2Config(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no decoder of RoPE attention.*Llama"):
         refuse_unsupported(tiny)
 
 
-@pytest.mark.parametrize("knob", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_softcapping_is_refused_by_name(knob, tiny_model):
+def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
+    """A soft cap in the config of a model that has none: its own logits are not capped."""
     model = tiny_model("llama")
-    setattr(model.config, knob, 30.0)
-    with pytest.raises(UnsupportedModelError, match=rf"{knob}.*Llama"):
-        refuse_unsupported(model)
+    model.config.final_logit_softcapping = 1.0
+    with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of ratio 1\.0"):
+        load(model)
 
 
 def test_dynamic_ntk_rope_is_refused_by_name(make_model):
@@ -109,9 +179,47 @@ def test_dynamic_ntk_rope_is_refused_by_name(make_model):
         refuse_unsupported(make_model(LlamaConfig, LlamaForCausalLM, rope_parameters=DYNAMIC))
 
 
-def test_the_way_out_for_mistral_works(make_model):
-    """The message says to set sliding_window to null."""
-    load(make_model(MistralConfig, MistralForCausalLM, sliding_window=None))
+@pytest.mark.parametrize("window", [2048, 4096])
+def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
+    layers = load(make_model(MistralConfig, MistralForCausalLM, sliding_window=window))
+    assert layers.context_length == 2048
+    assert layer_windows(layers.config) == (None,) * 6
+    assert layers.global_layers == ()
+
+
+def test_windows_are_those_that_the_model_masks_by(tiny_layers):
+    assert {family: layer_windows(tiny_layers(family).config) for family in WINDOWED} == {
+        "gemma2": (50, None) * 3,
+        "gemma3": (52, 52, None) * 2,
+        "gpt_oss": (51, None) * 3,
+        "mistral_window": (53,) * 6,
+        "qwen2_window": (None, None, None, 54, 54, 54),
+        "qwen3_window": (55,) * 6,
+        "phi3_window": (56,) * 6,
+    }
+    assert tiny_layers("gemma2").global_layers == (1, 3, 5)
+    assert tiny_layers("mistral_window").global_layers == ()  # all are alike
+    assert tiny_layers("llama").global_layers == ()
+
+
+def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """Windows are thousands of tokens, and the prompt of the check is short. It leaves them as they were."""
+    model = tiny_model("mistral_window")
+    model.config.sliding_window = 1024
+    load(model)
+    assert (model.config.sliding_window, layer_windows(model.config)) == (1024, (1024,) * 6)
+    monkeypatch.setattr("ragblend.engine.hf.layers.layer_windows", lambda config: (1024, None) * 3)
+    with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
+        load(model)
+
+
+@pytest.mark.parametrize("changed", ["full_attention", "sliding_attention"])
+def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed, make_model):
+    config, model, changes = WINDOWED["gemma3"]
+    tiny = make_model(config, model, **changes)
+    tiny.config.rope_parameters[changed]["rope_type"] = "dynamic"
+    with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
+        refuse_unsupported(tiny)
 
 
 def test_longrope_is_used_up_to_its_original_length(make_model):
@@ -129,7 +237,7 @@ def test_every_supported_family_passes_the_check(family, tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *WINDOWED])
 def test_half_precision_passes_the_check(family, dtype, tiny_model):
     load(tiny_model(family).to(dtype))
 
@@ -144,7 +252,19 @@ RELATIVES = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),  # some layers without RoPE
     "nemotron": (NemotronConfig, NemotronForCausalLM, {}),
     "llama4": (Llama4TextConfig, Llama4ForCausalLM, {"layer_types": FULL}),  # layers of another signature
+    "mixtral_window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": 30}),
+    "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": 30}),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 30}),
+    "qwen3_moe_window": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 30, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, {"sliding_window": 30}),  # interleaved, and layers without RoPE
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, {"sliding_window": 30}),  # norms after the blocks alone
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM, {"sliding_window": 30}),  # the same
 }
+REFUSED = ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4", "cohere2", "olmo3", "exaone4")
 
 
 @pytest.mark.parametrize("name", ["cohere", "glm", "hunyuan", "smollm3", "llama4"])
@@ -166,8 +286,9 @@ def test_an_architecture_is_either_refused_or_exact(name, make_model):
     try:
         layers = load(make_model(config, model, **changes))
     except UnsupportedModelError:
-        assert name in ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4")
+        assert name in REFUSED
         return
+    assert name not in REFUSED
     fused, hidden, rows = FusedKV.allocate(layers.kv_shapes, 80, layers.like), layers.embed(ids), torch.arange(80)
     with torch.inference_mode():
         for layer in range(layers.num_layers):
@@ -226,7 +347,7 @@ def test_a_wrong_rotation_is_named(tiny_model, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_mask_that_shows_later_tokens_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
-    def three_too_many(query: Any, keys: Any, values: Any, rows: Any, scale: float | None) -> torch.Tensor:
+    def three_too_many(query: Any, keys: Any, values: Any, rows: Any, scale: float | None, sight: Any) -> torch.Tensor:
         num_rows, num_keys = query.shape[2], keys.shape[2]
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows + 3)
         return torch.nn.functional.scaled_dot_product_attention(
@@ -283,21 +404,25 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
         expected = stock_model(family)(ids[None])
     torch.testing.assert_close(logits, expected.logits[0, -1], atol=1e-4, rtol=0)
     for layer, other in zip(kv, expected.past_key_values.layers, strict=True):
-        torch.testing.assert_close(layer.keys, other.keys[0], atol=1e-4, rtol=0)
-        torch.testing.assert_close(layer.values, other.values[0], atol=1e-4, rtol=0)
+        assert layer.keys.shape[1] == 70
+        last = slice(70 - other.keys.shape[2], 70)  # transformers keeps a window; who decodes from ours may look back
+        torch.testing.assert_close(layer.keys[:, last], other.keys[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer.values[:, last], other.values[0], atol=1e-4, rtol=0)
 
 
-def test_wrapping_a_model_leaves_its_generate_as_it_was(stock_model, tiny_layers):
-    ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(2))
-    arguments = {"max_new_tokens": 8, "do_sample": False}
-    expected = stock_model("llama").generate(ids, **arguments)
-    assert tiny_layers("llama").model.generate(ids, **arguments).tolist() == expected.tolist()
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tiny_layers):
+    ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2))
+    ids[0, :7] = 0
+    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
+    expected = stock_model(family).generate(ids, **arguments)
+    assert tiny_layers(family).model.generate(ids, **arguments).tolist() == expected.tolist()
 
 
 def test_a_bottom_right_mask_over_scattered_rows_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
     """Exact at ratios 0 and 1, wrong between them: the causal mask that attention kernels build by themselves."""
 
-    def bottom_right(query, keys, values, rows, scale):
+    def bottom_right(query, keys, values, rows, scale, sight):
         num_rows, end = query.shape[2], int(rows[-1]) + 1
         mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows)
         return torch.nn.functional.scaled_dot_product_attention(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
@@ -22,6 +23,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
 
 PROMPT = SegmentedPrompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
@@ -201,7 +203,7 @@ def test_a_saved_model_loads_in_float32_on_the_cpu(saved):
 
 
 def test_a_dtype_that_is_asked_for_is_loaded_and_fingerprinted(saved):
-    loaded = load_model(str(saved), dtype="bfloat16")
+    loaded = load_model(str(saved), ModelOptions(dtype="bfloat16"))
     assert next(loaded.model.parameters()).dtype == torch.bfloat16
     assert loaded.fingerprint == fingerprint(saved, "bfloat16")
 
@@ -209,14 +211,14 @@ def test_a_dtype_that_is_asked_for_is_loaded_and_fingerprinted(saved):
 @pytest.mark.parametrize("device", ["quantum", "cuda:x", "meta", ""])
 def test_an_unknown_device_is_named(saved, device):
     with pytest.raises(UsageError, match=f"device is '{device}'.*choose cpu, cuda or cuda:N"):
-        load_model(str(saved), device=device)
+        load_model(str(saved), ModelOptions(device=device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_cuda_where_there_is_none_is_refused_with_the_way_out(device, monkeypatch):
     with pytest.raises(UsageError, match=rf"device is .{device}.*cannot use CUDA here.*--device cpu or auto"):
-        load_model("demo", device=device)
+        load_model("demo", ModelOptions(device=device))
     with pytest.raises(UsageError, match="cannot use CUDA here"):
         random_model(SHAPES["llama-50m"], device=device)
 
@@ -224,7 +226,125 @@ def test_cuda_where_there_is_none_is_refused_with_the_way_out(device, monkeypatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_is_not_there_is_refused_with_their_number():
     with pytest.raises(UsageError, match=f"PyTorch sees {torch.cuda.device_count()} GPUs"):
-        load_model("demo", device="cuda:99")
+        load_model("demo", ModelOptions(device="cuda:99"))
+
+
+# --- how it is loaded ---
+
+
+def test_transformers_names_for_one_thing_are_one_option(saved):
+    for options in (
+        {"dtype": torch.bfloat16},
+        {"torch_dtype": "bfloat16"},
+        {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"},
+        {"model_kwargs": {"torch_dtype": torch.bfloat16}},
+    ):
+        assert ModelOptions.of(**options) == ModelOptions(dtype="bfloat16")
+    assert ModelOptions.of(device=-1).device == ModelOptions.of(device=torch.device("cpu")).device == "cpu"
+    assert ModelOptions.of(device=1).device == "cuda:1"
+    with pytest.raises(UsageError, match="dtype is both 'float32' and 'bfloat16'"):
+        ModelOptions.of(dtype="float32", torch_dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=r"dtype is 'float8'; choose one of auto"):
+        load_engine(str(saved), dtype="float8")
+    with load_engine(str(saved), torch_dtype=torch.bfloat16) as engine:
+        assert engine.layers.dtype == torch.bfloat16
+        assert engine.fingerprint == fingerprint(saved, "bfloat16")
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"": torch.device("cpu")}, "auto"])
+def test_a_device_map_that_names_one_place_is_that_place(device_map, saved):
+    if device_map == "auto":
+        pytest.importorskip("accelerate")
+    with load_engine(str(saved), device_map=device_map, on_miss="inline") as engine:
+        assert engine.fingerprint == fingerprint(saved)
+        assert engine.generate(PROMPT, max_tokens=2).token_ids
+
+
+def test_a_device_map_that_splits_the_layers_is_refused_with_the_reason(saved):
+    split = {"model.embed_tokens": "cpu", "model.layers": "disk", "lm_head": "cpu"}
+    with pytest.raises(UsageError, match=r"spreads the model over cpu, disk: its layers are run one at a time"):
+        load_engine(str(saved), device_map=split)
+    with pytest.raises(UsageError, match="give one of them"):
+        load_engine(str(saved), device_map="auto", device="cpu")
+
+
+def test_a_model_that_transformers_itself_has_split_is_refused(saved, tmp_path):
+    pytest.importorskip("accelerate")
+    layers = {f"model.layers.{index}": "disk" if index else "cpu" for index in range(6)}
+    ends = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(saved, device_map=layers | ends, offload_folder=tmp_path / "off")
+    with pytest.raises(UsageError, match="is spread over cpu, disk: its layers"):
+        load_engine((model, AutoTokenizer.from_pretrained(saved)))
+
+
+def test_config_fields_in_model_kwargs_count_and_a_token_does_not(saved):
+    plain = load_model(str(saved))
+    scaled = load_model(str(saved), ModelOptions(model_kwargs={"rms_norm_eps": 0.01, "token": "hf_secret"}))
+    assert scaled.model.config.rms_norm_eps == 0.01
+    assert scaled.fingerprint == model_fingerprint(saved, "float32", {"rms_norm_eps": 0.01}) != plain.fingerprint
+    assert load_model(str(saved), ModelOptions(model_kwargs={"token": "hf_secret"})).fingerprint == plain.fingerprint
+
+
+def test_a_window_that_prompts_stay_below_can_be_switched_off_without_editing_files(copied):
+    change_config(copied, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+    windowed = load_model(str(copied))
+    with load_engine(str(copied), model_kwargs={"sliding_window": None}) as engine:
+        assert engine.generate(PROMPT, max_tokens=1).token_ids
+        assert set(engine.layers._windows) == {None}
+        assert engine.fingerprint != windowed.fingerprint, "its KV is another"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"state_dict": {}}, r"state_dict, which ragblend cannot use.*hand over the pair"),
+        ({"use_safetensors": False}, "pickled weights can run code"),
+        ({"subfolder": "x"}, "give the path of the folder itself"),
+        ({"tp_plan": "auto"}, "tensor_parallel_size"),
+        ({"no_such_argument": 1}, "no_such_argument"),
+    ],
+)
+def test_arguments_that_would_not_do_what_they_say_are_refused(kwargs, reason, saved):
+    with pytest.raises((UsageError, UnsupportedModelError), match=reason):
+        load_engine(str(saved), model_kwargs=kwargs)
+
+
+@pytest.fixture
+def hub(saved, tmp_path):
+    """A cache of Hugging Face as a download leaves it, with two versions of one repo."""
+    cache, repo = tmp_path / "hub", tmp_path / "hub" / "models--nobody--tiny"
+    for number, revision in enumerate(("main", "v2")):
+        commit = f"{number}" * 40
+        snapshot = shutil.copytree(saved, repo / "snapshots" / commit)
+        change_config(snapshot, rms_norm_eps=10.0 ** -(number + 3))
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+    return cache
+
+
+def test_revision_cache_dir_and_local_files_only_choose_what_is_loaded(hub, tmp_path):
+    names = {"cache_dir": hub, "local_files_only": True}
+    with load_engine("nobody/tiny", **names) as first, load_engine("nobody/tiny", revision="v2", **names) as second:
+        assert (first.name, second.name) == ("nobody/tiny", "nobody/tiny")
+        assert first.layers.config.rms_norm_eps == 1e-3
+        assert second.layers.config.rms_norm_eps == 1e-4
+        assert first.fingerprint != second.fingerprint
+    with pytest.raises(NotFoundError, match=r"'nobody/tiny', revision 'v3', is not in .*local_files_only forbids"):
+        load_engine("nobody/tiny", revision="v3", **names)
+    with pytest.raises(NotFoundError, match="local_files_only forbids"):
+        load_engine("nobody/tiny", cache_dir=tmp_path / "empty", local_files_only=True)
+
+
+def test_a_revision_of_a_path_is_refused(saved):
+    with pytest.raises(UsageError, match=r"revision is 'v2', and .* is a path"):
+        load_engine(str(saved), revision="v2")
+
+
+def test_loading_options_that_a_server_or_vllm_has_are_refused_where_they_do_nothing(saved):
+    with pytest.raises(UsageError, match="attn_implementation, dtype are set where the server starts, not with http"):
+        load_engine(str(saved), backend="http://127.0.0.1:1", dtype="float32", attn_implementation="eager")
+    with pytest.raises(UsageError, match="device_map is set by vllm_options, vLLM's own arguments, not with vLLM"):
+        load_engine(str(saved), backend="vllm", device_map="auto", dtype="float32")
 
 
 @pytest.mark.parametrize("change", [{"model_type": "no_such_type"}, {"model_type": "clip"}])

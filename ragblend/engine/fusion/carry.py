@@ -1,0 +1,90 @@
+"""How far tokens whose stored KV is kept should move, told by those that are recomputed: a regression, once a prompt.
+
+What a chunk's KV misses has a part that all tokens miss alike (that text stands before them), a part that a chunk's own
+tokens share, and one that tokens like each other share. So the change of KV, fresh minus stored, keys before rotation,
+is taken for a Gaussian process over the tokens, whose kernel is the sum of the three (Rasmussen and Williams 2006,
+chapter 2), with a few of the tellers as landmarks (8.3.1, subset of regressors). That makes the mean of what tokens
+move by linear in what the tellers did: two small products a layer. Knows tensors; nothing of models, plans and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.kv import LayerKV
+
+# Chosen on the selection part of real questions, as rules' shares are (`rules.CARRY`).
+LANDMARKS = 48  # of the tellers: with all of them it is no closer, and slower
+COMMON = 0.3  # the part of what tokens miss that all miss alike, beside 1 for a token like oneself in one's own chunk
+OTHER_CHUNK = 0.5  # how much a token in another chunk is like one, were it the same
+WIDTH = 4.0  # of squared distance, a dimension of standardised values, where likeness has fallen by e; on average 2
+NOISE = 1.0  # variance of what no other token tells
+LIMIT = 3.0  # no teller counts for more than so many median ones: a chunk's first tokens move far, alone
+DEPTH = 0.4  # the layer whose stored values say which tokens are alike, of all layers
+
+_JITTER = 1e-6
+
+
+class Carrying(NamedTuple):
+    """What turns the tellers' change into everybody's."""
+
+    rows: Tensor  # positions [N] of the tellers, ascending
+    weights: Tensor  # [M, N] float32
+    shares: Tensor  # [T, M] float32, of the M changes that `drift` gives: how far each token moves; 0 where it does not
+
+    def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
+        """Of the tellers' KV [H, N, D]: M changes, keys before rotation and values [H, M, D] float32."""
+        changes = (_limited(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
+        return LayerKV(*(self.weights @ change for change in changes))
+
+
+def looked_at(num_layers: int) -> int:
+    """The layer whose stored values say which tokens are alike. Not the first, which knows a token alone.
+
+    >>> [looked_at(count) for count in (2, 5, 30)]
+    [1, 2, 12]
+    """
+    return max(1, int(DEPTH * num_layers))
+
+
+def carrying(
+    values: Tensor,
+    rows: Tensor,
+    chunks: Tensor,
+    tells: Tensor,
+    shares: Tensor,
+    mean_over_ranks: Callable[[Tensor], Tensor],
+) -> Carrying:
+    """Of N candidates at `rows` [N] of T positions, ascending, of whom those `tells` [N] bool tell, at least one.
+
+    values: their stored values [H, N, D] at the layer `looked_at`; tokens are alike where those are. chunks: the chunk
+    [N] each is in. shares: [T] of what is told, what each position moves by; 0 for those that stay. `mean_over_ranks`
+    of a vector, where each rank has some of the heads.
+    """
+    states = values.float().transpose(0, 1).flatten(1)
+    states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)
+    tellers = tells.nonzero().flatten()
+    count = min(LANDMARKS, len(tellers))
+    marks = tellers[torch.arange(count, device=rows.device) * len(tellers) // count]  # spread over the prompt
+    apart = (torch.cdist(states, states[marks]).square() / states.shape[1]).flatten()
+    apart = mean_over_ranks(apart).reshape(len(rows), len(marks))
+    same = chunks[:, None] == chunks[marks]
+    alike = COMMON + torch.exp(-apart / WIDTH) * torch.where(same, 1.0, OTHER_CHUNK)  # [N, M]
+    told, among = alike[tellers].double(), alike[marks].double()
+    among.diagonal().add_(_JITTER)
+    weights = torch.linalg.solve(told.T @ told + NOISE * among, told.T)
+    moved = alike.new_zeros(len(shares), len(marks))
+    moved[rows] = alike * shares[rows, None]
+    return Carrying(rows[tellers], weights.float(), moved)
+
+
+def _limited(change: Tensor) -> Tensor:
+    """[H, N, D], none of its vectors longer than LIMIT times the head's median one."""
+    length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
+    most = LIMIT * length.median(1, keepdim=True).values
+    limited: Tensor = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
+    return limited

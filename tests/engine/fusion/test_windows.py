@@ -1,0 +1,246 @@
+"""Layers that see a window only, at any window and length: against the stock model and against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import test_fuse
+import torch
+from conftest import WINDOWED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Reference
+from test_fuse import (
+    ATOL,
+    PREFIX,
+    Outcome,
+    Prompt,
+    assert_same_blend,
+    assert_same_kv,
+    blend,
+    full_prefill,
+    make_prompt,
+    random_ids,
+)
+
+from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.fusion.rules import RULES, Check, find_rule, first_check, settle
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.kv import LayerKV, MemoryKV
+
+ALL_WINDOWED = tuple(family for family in WINDOWED if family not in test_fuse.GLOBAL)
+
+
+@contextmanager
+def window_of(layers: TransformersLayers, stock: Any, window: int) -> Iterator[None]:
+    """Both models with windows of so many tokens, and no chunk that is remembered from before."""
+    own = stock.config.sliding_window
+    test_fuse._store_chunk.cache_clear()
+    stock.config.sliding_window = window
+    try:
+        with layers.as_checked(window):
+            yield
+    finally:
+        stock.config.sliding_window = own
+        test_fuse._store_chunk.cache_clear()
+
+
+def prompt_of(length: int, seed: int = 0, prefix: int = 2, question: int = 3, chunk: int = 11) -> Prompt:
+    """A prompt of so many tokens, in chunks of eleven and a shorter one."""
+    left = length - prefix - question
+    chunks = [chunk] * (left // chunk) + [left % chunk] * (left % chunk > 0)
+    spans = [("prefix", random_ids(prefix, 1000 + seed))]
+    spans += [("chunk", random_ids(count, 10 * seed + index)) for index, count in enumerate(chunks)]
+    return Prompt([*spans, ("text", random_ids(question, 2000 + seed))])
+
+
+# --- against full prefill ---
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("windows", [0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0])
+def test_ratio_one_is_full_prefill_from_half_a_window_to_four(family, windows, stock_model, tiny_layers):
+    layers, stock = tiny_layers(family), stock_model(family)
+    prompt = prompt_of(round(40 * windows))
+    with window_of(layers, stock, 40):
+        logits, kv = full_prefill(stock, prompt.ids)
+        for rule in ("ask", "cacheblend", "repair"):
+            outcome = blend(layers, prompt, 1.0, rule)
+            torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+            assert_same_kv(outcome.fused, kv)
+
+
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple)
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(list(WINDOWED)),
+    window=st.integers(1, 120),
+    chunks=shapes,
+    missing=st.integers(0, 5),
+    seed=st.integers(0, 5),
+)
+def test_ratio_one_is_full_prefill_at_any_window(family, window, chunks, missing, seed, stock_model, tiny_layers):
+    layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(seed, chunks)
+    if missing < len(chunks):
+        prompt.spans[1 + missing] = ("missing", prompt.spans[1 + missing][1])
+    with window_of(layers, stock, window):
+        logits, kv = full_prefill(stock, prompt.ids)
+        outcome = blend(layers, prompt, 1.0, "first_k")
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_stale_chunk_is_far_from_full_prefill_even_within_windows(family, stock_model, tiny_layers):
+    layers, stock, prompt = tiny_layers(family), stock_model(family), prompt_of(80)
+    with window_of(layers, stock, 20):
+        logits, _ = full_prefill(stock, prompt.ids)
+        assert (blend(layers, prompt, 0.0).logits - logits).abs().max() > 100 * ATOL
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_decoding_goes_on_past_the_window_as_the_stock_model_does(family, stock_model, tiny_layers):
+    """The prompt is shorter than the window, prompt and answer are longer."""
+    layers, stock, prompt = tiny_layers(family), stock_model(family), prompt_of(36)
+    with window_of(layers, stock, 40), torch.inference_mode():
+        outcome = blend(layers, prompt, 1.0)
+        ids, logits, fused = list(prompt.ids), outcome.logits, outcome.fused
+        for _ in range(14):
+            ids.append(int(logits.argmax()))
+            hidden, rows = layers.embed(torch.tensor(ids[-1:])), torch.tensor([fused.length])
+            for layer in range(layers.num_layers):
+                hidden = layers.run_layer(layer, hidden, rows, fused)
+            fused.length += 1
+            logits = layers.logits(hidden)[-1]
+            torch.testing.assert_close(logits, full_prefill(stock, ids)[0], atol=ATOL, rtol=0)
+
+
+# --- against the independent CacheBlend ---
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(list(WINDOWED)),
+    window=st.integers(1, 120),
+    chunks=shapes,
+    rule=st.sampled_from(["ask", "first_k", "random", "position"]),
+    ratio=st.sampled_from([0.05, 0.15, 0.5, 0.8]),
+    seed=st.integers(0, 5),
+)
+def test_ratios_between_agree_with_the_reference_at_any_window(
+    family, window, chunks, rule, ratio, seed, stock_model, tiny_layers
+):
+    """Which tokens are recomputed is told to the reference: where windows leave some without attention, there are
+    ties. `ask` has what is kept move with what is recomputed."""
+    layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(seed, chunks)
+    with window_of(layers, stock, window):
+        outcome = blend(layers, prompt, ratio, rule)
+        judge, told = Reference(stock), outcome.recomputed
+        expected = judge.blend(prompt.reference_spans(), {}, told=told, carry=RULES[rule].carry)
+    assert_same_blend(outcome, expected)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("window", "ratio"), [(20, 0.1), (30, 0.05), (30, 0.15)])
+@pytest.mark.parametrize(("rule", "deviation"), [("cacheblend", "v"), ("cacheblend_k", "k")])
+def test_deviations_in_windowed_layers_agree_with_the_reference(
+    family, window, ratio, rule, deviation, stock_model, tiny_layers
+):
+    layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(7)
+    with window_of(layers, stock, window):
+        outcome = blend(layers, prompt, ratio, rule)
+        expected = Reference(stock).blend(prompt.reference_spans(), {1: ratio}, deviation)
+    assert_same_blend(outcome, expected)
+
+
+# --- who sees what ---
+
+
+@pytest.mark.parametrize("family", ALL_WINDOWED)
+def test_a_recomputed_token_sees_its_window_only(family, stock_model, tiny_layers):
+    """One token is recomputed; stored KV outside its window may be anything, stored KV within it counts."""
+    layers, stock, prompt = tiny_layers(family), stock_model(family), make_prompt(3)
+    row, window = PREFIX + 26 + 17 + 10, 12
+
+    def recompute(changed: Sequence[int], number: float) -> Outcome:
+        def change(placements: list[Placement]) -> list[Placement]:
+            return [placement._replace(kv=altered(placement, changed, number)) for placement in placements]
+
+        return blend(layers, prompt, 0.01, "told", change=change)
+
+    told = find_rule("random")
+    rule = type(told)("told", lambda evidence: (evidence.positions == row).float(), needs_deviation=False)
+    with window_of(layers, stock, window), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "told", rule)
+        plain, outside = recompute((), 0.0), recompute(range(PREFIX, row + 1 - window), torch.nan)
+        inside = recompute([row + 1 - window], 3.0)
+    assert plain.recomputed == outside.recomputed == inside.recomputed == [row]
+    for layer in range(layers.num_layers):
+        assert torch.equal(plain.fused.keys(layer)[:, row], outside.fused.keys(layer)[:, row])
+        assert torch.equal(plain.fused.values(layer)[:, row], outside.fused.values(layer)[:, row])
+    assert (plain.fused.values(1)[:, row] - inside.fused.values(1)[:, row]).abs().max() > 1e-3
+
+
+def altered(placement: Placement, rows: Sequence[int], number: float) -> MemoryKV:
+    """The chunk with other values at those of its `rows`."""
+    mine = [row - placement.start for row in rows if placement.start <= row < placement.end]
+    layers = []
+    for keys, values in placement.kv.layers:
+        values = values.clone()
+        values[:, mine] = number
+        layers.append(LayerKV(keys, values))
+    return MemoryKV(placement.kv.header, tuple(layers))
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_what_no_other_text_reaches_is_stored_exactly(family, stock_model, tiny_layers):
+    """As long as all layers below see a window, a chunk's later tokens have seen nothing but the chunk."""
+    layers, stock, window = tiny_layers(family), stock_model(family), 8
+    prompt = Prompt([("prefix", random_ids(4, 1)), *(("chunk", random_ids(40, seed)) for seed in (2, 3))])
+    first_global = test_fuse.GLOBAL.get(family, (6,))[0]
+    with window_of(layers, stock, window):
+        _, kv = full_prefill(stock, prompt.ids)
+        stored = blend(layers, prompt, 0.0).fused
+    for layer in range(layers.num_layers):
+        reached = 44 + layer * (window - 1)
+        rows = slice(min(reached, 83), 83)
+        difference = (stored.values(layer)[:, rows] - kv.layers[layer].values[0][:, rows]).abs()
+        if layer <= first_global and reached < 83:
+            assert difference.max() < ATOL
+            assert layer == 0 or (stored.values(layer) - kv.layers[layer].values[0])[:, 44:reached].abs().max() > ATOL
+        elif difference.numel():
+            assert difference.max() > ATOL
+
+
+# --- what rules read ---
+
+
+def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_are_none(tiny_layers):
+    def reads(family: str, rule: str) -> tuple[int, tuple[int, ...]]:
+        layers = tiny_layers(family)
+        counts = {"num_fresh": 7, "num_candidates": 48, "num_chunk_tokens": 74}
+        choice = settle(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
+        return choice.checks[0].layer, choice.probe_layers
+
+    assert reads("gemma3", "ask") == (0, (2, 5))
+    assert reads("gemma3", "repair") == (2, (2,))
+    assert reads("gemma3", "cacheblend") == (2, ())
+    assert reads("gpt_oss", "ask") == (0, (1, 3, 5))
+    assert reads("qwen2_window", "repair") == (1, (1,))
+    assert reads("mistral_window", "ask") == reads("llama", "ask") == (0, tuple(range(6)))
+    assert reads("mistral_window", "repair") == (1, (1,))
+
+
+def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
+    counts = {"num_candidates": 200, "num_chunk_tokens": 200, "num_layers": 31}
+    rule, checks = RULES["ask"], [Check(0, 0.05)]
+    from ragblend.engine.fusion.rules import probe_pays
+
+    assert not probe_pays(rule, checks, 60, **counts)
+    assert probe_pays(rule, checks, 60, **counts, global_layers=(0, 5, 15))
+    assert first_check((0, 5, 15)) == 5

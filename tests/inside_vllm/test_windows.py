@@ -1,0 +1,56 @@
+"""Models with sliding windows in vLLM: refused at start with the flag to type, and served with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SIZES, ask, engine, ingest, make_model, random_ids, report, tokens
+from transformers import MistralConfig, MistralForCausalLM
+
+from ragblend.engine.hf.model import model_fingerprint
+from ragblend.engine.store.disk import DiskStore
+from ragblend.errors import UnsupportedModelError
+
+PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
+WINDOW = 256
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Any]) -> Path:
+    """A checkpoint whose layers all have a window."""
+    path = tmp_path_factory.mktemp("mistral")
+    make_model(MistralConfig, MistralForCausalLM, **SIZES, sliding_window=WINDOW).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_windows_are_refused_at_start_with_the_flag_to_type(mistral, checkpoint, tmp_path):
+    with (
+        pytest.raises(UnsupportedModelError, match=f"{WINDOW} tokens only.*--disable-sliding-window"),
+        engine(mistral, tmp_path / "kv"),
+    ):
+        pass
+    options = {"disable_hybrid_kv_cache_manager": False}
+    with (
+        pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"),
+        engine(checkpoint("gemma3"), tmp_path / "kv", **options),
+    ):
+        pass
+
+
+def test_a_model_that_is_all_windows_is_served_up_to_one_and_shares_its_store(mistral, tmp_path):
+    ids = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
+    spans = [[5, 66], [66, 106]]
+    with engine(mistral, tmp_path / "kv", disable_sliding_window=True, max_model_len=WINDOW) as llm:
+        for chunk in CHUNKS:
+            assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
+        full = tokens(ask(llm, ids))
+        blended = ask(llm, ids, {"mode": "blend", "rule": "cacheblend", "ratio": 1.0, "spans": spans})
+        assert report(blended)["num_chunk_hits"] == 2
+        assert tokens(blended) == full
+        assert tokens(ask(llm, ids, {"mode": "reuse", "spans": spans})) != full
+    models = {header.fingerprint for header in DiskStore(tmp_path / "kv").headers()}
+    assert models == {model_fingerprint(mistral, "float32")}
