@@ -1,10 +1,10 @@
 """How far tokens whose stored KV is kept should move, told by those that are recomputed: a regression, once a prompt.
 
-What a chunk's KV misses has a part that all tokens miss alike (that text stands before them), a part that a chunk's own
-tokens share, and one that tokens like each other share. So the change of KV, fresh minus stored, keys before rotation,
-is taken for a Gaussian process over the tokens, whose kernel is the sum of the three (Rasmussen and Williams 2006,
-chapter 2), with a few of the tellers as landmarks (8.3.1, subset of regressors). That makes the mean of what tokens
-move by linear in what the tellers did: two small products a layer. Knows tensors; nothing of models, plans and stores.
+What stored KV misses has a part that all tokens miss alike (that text stands before them), and one that tokens like
+each other miss alike, more so in one chunk. So the change of KV, fresh minus stored, keys before rotation, is taken for
+a Gaussian process over the tokens, whose kernel is the sum of the two (Rasmussen and Williams 2006, chapter 2), with a
+few of the tellers as landmarks (8.3.1, subset of regressors). That makes the mean of what tokens move by linear in what
+the tellers did: two small products a layer. Knows tensors; nothing of models, plans and stores.
 """
 
 from __future__ import annotations
