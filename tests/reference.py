@@ -176,13 +176,15 @@ class Reference:
         question: int | None = None,
         told: Sequence[int] | None = None,
         carry: float = 0.0,
+        deepest: int | None = None,
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
         `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
         stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
         or behind the last stored token. `told`: the tokens to recompute are these, nothing is measured. `carry`: from
-        layer 1 on the others' stored KV moves by this share of what those tell, keys before RoPE (see `told_by`).
+        layer 1 on the others' stored KV moves by this share of what those tell, keys before RoPE (see `told_by`); alike
+        are tokens whose values are at two fifths of the depth, or at layer `deepest`, if the question got no further.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -228,8 +230,8 @@ class Reference:
 
         kept = [] if told is None else sorted(candidates.difference(told))
         if carry and kept and told:
-            looked_at = values[max(1, self.num_layers * 2 // 5)]
-            tell = told_by(looked_at, chunk_of, sorted(told), kept)
+            reached = self.num_layers - 1 if deepest is None else deepest
+            tell = told_by(values[max(1, min(self.num_layers * 2 // 5, reached))], chunk_of, sorted(told), kept)
         candidates = candidates if told is None else set(told)
         running = sorted(candidates | computed)
         hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])

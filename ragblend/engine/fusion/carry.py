@@ -42,13 +42,15 @@ class Carrying(NamedTuple):
         return LayerKV(*(self.weights @ change for change in changes))
 
 
-def looked_at(num_layers: int) -> int:
+def looked_at(num_layers: int, deepest: int) -> int:
     """The layer whose stored values say which tokens are alike. Not the first, which knows a token alone.
 
-    >>> [looked_at(count) for count in (2, 5, 30)]
-    [1, 2, 12]
+    deepest: the last layer that the question was asked in. What lies behind it is not there yet.
+
+    >>> [looked_at(count, count - 1) for count in (2, 5, 30)], looked_at(30, 3), looked_at(30, 0)
+    ([1, 2, 12], 3, 1)
     """
-    return max(1, int(DEPTH * num_layers))
+    return max(1, min(int(DEPTH * num_layers), deepest))
 
 
 def carrying(

@@ -339,8 +339,9 @@ def _tellers(
     tells = is_active[rows]
     if bool(tells.all()):
         return None
-    values, shares = source.stored(looked_at(model.num_layers), rows).values, known.carry.masked_fill(is_active, 0.0)
-    return carrying(values, rows, known.chunks[rows], tells, shares, partial(_mean_over_ranks, plan))
+    alike = source.stored(looked_at(model.num_layers, plan.probe_layers[-1]), rows).values
+    shares = known.carry.masked_fill(is_active, 0.0)
+    return carrying(alike, rows, known.chunks[rows], tells, shares, partial(_mean_over_ranks, plan))
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:

@@ -112,4 +112,4 @@ def test_landmarks_bound_what_a_long_prompt_costs() -> None:
 
 
 def test_the_first_layer_is_never_the_one_looked_at() -> None:
-    assert [looked_at(count) for count in (1, 2, 3, 12, 32)] == [1, 1, 1, 4, 12]
+    assert [looked_at(count, count - 1) for count in (2, 3, 12, 32)] == [1, 1, 4, 12]

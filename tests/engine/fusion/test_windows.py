@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import test_fuse
 import torch
-from conftest import WINDOWED
+from conftest import FAMILIES, WINDOWED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
@@ -25,6 +26,7 @@ from test_fuse import (
     make_prompt,
     random_ids,
 )
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.fusion.rules import RULES, Check, find_rule, first_check, settle
@@ -244,3 +246,16 @@ def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
     assert not probe_pays(rule, checks, 60, **counts)
     assert probe_pays(rule, checks, 60, **counts, global_layers=(0, 5, 15))
     assert first_check((0, 5, 15)) == 5
+
+
+@pytest.mark.parametrize("num_global", [1, 2])
+def test_where_only_early_layers_see_everything_alike_is_told_by_what_the_question_has_reached(num_global, make_model):
+    """In Qwen2 with windows the first layers are global, so the question goes no further: no more is loaded by then."""
+    changes = {**FAMILIES["qwen2_window"][2], "num_hidden_layers": 8, "max_window_layers": num_global}
+    stock = make_model(Qwen2Config, Qwen2ForCausalLM, **changes)
+    stock.set_attn_implementation("eager")
+    layers, prompt = TransformersLayers(copy.deepcopy(stock)), make_prompt(28)
+    test_fuse._store_chunk.cache_clear()
+    outcome = blend(layers, prompt, 0.2, "ask")
+    carried = {"carry": RULES["ask"].carry, "deepest": num_global - 1}
+    assert_same_blend(outcome, Reference(stock).blend(prompt.reference_spans(), {}, told=outcome.recomputed, **carried))
