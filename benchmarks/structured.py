@@ -91,8 +91,13 @@ def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
         # Warm-up: the tokenizer's words, the grammar and what is learnt of it.
         engine.generate(asked[0], structured_outputs={"json": SCHEMA}, max_tokens=MAX_TOKENS)
         for number, prompt in enumerate(asked):
-            options = {"temperature": float(number % 2), "seed": number, "max_tokens": MAX_TOKENS}
-            request = engine.request(prompt, structured_outputs={"json": SCHEMA}, **options)
+            request = engine.request(
+                prompt,
+                structured_outputs={"json": SCHEMA},
+                temperature=float(number % 2),
+                seed=number,
+                max_tokens=MAX_TOKENS,
+            )
             stream = GenerationStream(engine, request)
             for _ in stream:
                 pass

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,11 @@ from ragblend.prompt.segmenter import Segmenter
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 KEPT = 64
 """Grammars of a model that are kept compiled."""
+KEPT_MASKS = 128
+"""Masks that are kept unpacked, a byte for each word of the vocabulary."""
 FORGOTTEN_AFTER = 1000
 """Answers that share what was learnt of a grammar's words."""
+Refused = Callable[[bytes, int, torch.device], Tensor]
 _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
 
 
@@ -40,6 +43,8 @@ class Grammars:
         self._segmenter, self._vocab_size, self._stop_ids = segmenter, vocab_size, sorted(stop_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
+        # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
+        self._refused: Refused = lru_cache(KEPT_MASKS)(_refused)
 
     def compile(self, asked: Mapping[str, Any]) -> CompiledGrammar:
         """The grammar of `structured_outputs`. Raises UsageError for a schema, an expression or a grammar that is none,
@@ -66,7 +71,7 @@ class Grammars:
             raise UsageError(
                 f"structured_outputs has a {kind} that cannot be followed ({said}); correct it, or leave it out"
             )
-        compiled = CompiledGrammar(tokenizer, grammar)
+        compiled = CompiledGrammar(tokenizer, grammar, self._refused)
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > KEPT:
@@ -120,15 +125,15 @@ class Grammars:
 class CompiledGrammar:
     """One grammar over one model's tokens; as many answers may follow it as like, at the same time."""
 
-    def __init__(self, tokenizer: Any, grammar: str) -> None:
-        self._tokenizer, self._grammar = tokenizer, grammar
+    def __init__(self, tokenizer: Any, grammar: str, refused: Refused) -> None:
+        self._tokenizer, self._grammar, self._refused = tokenizer, grammar, refused
         self._lock = threading.Lock()
         self._first: Any = None
         self._num_guides = 0
 
     def guide(self) -> TokenGuide:
         """What holds one answer to it."""
-        return TokenGuide(self.matcher(), self._tokenizer.vocab_size)
+        return TokenGuide(self.matcher(), self._refused)
 
     def matcher(self) -> Any:
         """A matcher at the start of the grammar. It shares what is known of the grammar's words with those before it,
@@ -145,21 +150,17 @@ class CompiledGrammar:
 class TokenGuide:
     """Follows one answer; see `engine.generation.Guide`."""
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
+    def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False
-        self._matcher = matcher
-        bits = np.zeros((num_words + 31) // 32, dtype=np.int32)
-        # Looked up once: behind a forward nothing is in the processor's caches, and every call takes tens of us.
-        self._bytes, self._place, self._size = bits.view(np.uint8), bits.ctypes.data, bits.nbytes
+        self._matcher, self._refused = matcher, refused
 
     def mask(self, logits: Tensor) -> Tensor:
         """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
 
         Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
-        self._matcher.unsafe_compute_mask_ptr(self._place, self._size)
+        bits = self._matcher.compute_bitmask()
         self._check()
-        refused = np.unpackbits(~self._bytes, bitorder="little", count=len(logits)).view(np.bool_)
-        return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
+        return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
 
     def follow(self, token: int, room: int) -> list[int]:
         """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
@@ -175,6 +176,12 @@ class TokenGuide:
         if self._matcher.is_error():
             said = " ".join(self._matcher.get_error().split())[:300]
             raise RagblendError(f"the answer cannot be held to structured_outputs any longer ({said}); simplify it")
+
+
+def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
+    """[size] bool: what may not come, of llguidance's mask with a bit for every word that may."""
+    packed = ~np.frombuffer(bits, dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, bitorder="little", count=size).view(np.bool_)).to(device)
 
 
 def _schema(value: Any) -> Any:

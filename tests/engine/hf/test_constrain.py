@@ -73,7 +73,7 @@ def test_every_kind_is_followed_as_its_pieces_come(engine: TransformersEngine, a
 @pytest.mark.parametrize(
     "shaped",
     [
-        {"logit_bias": {token: 50.0 for token in range(0, 300, 7)}},
+        {"logit_bias": dict.fromkeys(range(0, 300, 7), 50.0)},
         {"repetition_penalty": 3.0},
         {"presence_penalty": 2.0, "frequency_penalty": 2.0},
         {"temperature": 1.0, "seed": 1, "top_k": 3, "min_p": 0.2, "top_p": 0.5},
