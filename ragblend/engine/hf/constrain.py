@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -64,6 +64,8 @@ class Grammars:
         try:
             grammar = self._grammar(kind, value)
             problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            if problem and kind == "structural_tag":
+                problem = self._narrowed(value) or problem
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -77,6 +79,16 @@ class Grammars:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _narrowed(self, tag: Any) -> str:
+        """What is wrong with the first schema in a structural tag that cannot be followed by itself."""
+        from llguidance import LLMatcher
+
+        for begin, schema in _schemas(_read(tag)):
+            problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_laid_out(schema)), self._tokenizer)
+            if problem:
+                return f"behind {begin!r}: {problem}"
+        return ""
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -105,9 +117,8 @@ class Grammars:
             options = " | ".join(map(self._literal, [value] if isinstance(value, str) else value))
             return LLMatcher.grammar_from_lark(f"start: {options}")
         if kind == "structural_tag":
-            tag = json.loads(value) if isinstance(value, str) else value
-            return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(tag["format"]))
-        schema = {"type": "object"} if kind == "json_object" else _schema(value)
+            return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(_read(value)["format"]))
+        schema = {"type": "object"} if kind == "json_object" else _read(value)
         return LLMatcher.grammar_from_json_schema(_laid_out(schema))
 
     def _literal(self, text: str) -> str:
@@ -184,8 +195,18 @@ def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.unpackbits(packed, bitorder="little", count=size).view(np.bool_)).to(device)
 
 
-def _schema(value: Any) -> Any:
+def _read(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
+
+
+def _schemas(format: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag, each with what is written before it."""
+    if isinstance(format, Mapping) and "json_schema" in format:
+        yield begin, format["json_schema"]
+    elif isinstance(format, Mapping | list):
+        begin = format.get("begin", begin) if isinstance(format, Mapping) else begin
+        for each in format.values() if isinstance(format, Mapping) else format:
+            yield from _schemas(each, begin)
 
 
 def _laid_out(schema: Any) -> Any:
@@ -198,6 +219,8 @@ def _laid_out(schema: Any) -> Any:
 
 _ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "$defs", "definitions")
+# What Pydantic and OpenAPI call strings and numbers that have no form of their own; llguidance refuses such names.
+_FORMLESS = {"path", "file-path", "directory-path", "password", "binary", "byte", "int32", "int64", "float", "double"}
 
 
 def _closed(schema: Any) -> Any:
@@ -212,7 +235,10 @@ def _closed(schema: Any) -> Any:
     for name in _ALTERNATIVES:
         if isinstance(found.get(name), list):
             found[name] = [_closed(each) for each in found[name]]
-    found |= {"items": _closed(found["items"])} if "items" in found else {}
+    for name in ("items", "additionalProperties"):
+        found |= {name: _closed(found[name])} if name in found else {}
+    if isinstance(found.get("format"), str) and found["format"] in _FORMLESS:
+        del found["format"]
     alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(found)
     return found | ({"additionalProperties": False} if "properties" in found and alone else {})
 
