@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from pydantic import ConfigDict
 
@@ -263,6 +263,17 @@ class BlendLLM(_LangChainModel, BaseLLM):
         shared = (*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose")
         return ChatBlend(**{name: getattr(self, name) for name in shared})
 
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it."""
+        raise NotImplementedError(f"tools: {type(self).__name__} writes strings; call them with as_chat()")
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it, and `structured_outputs` holds a string to a schema."""
+        raise NotImplementedError(
+            f"{type(self).__name__} writes strings; use as_chat().with_structured_output(...), or the option "
+            "structured_outputs={'json': SCHEMA} for JSON as a string"
+        )
+
     # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
 
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
@@ -292,7 +303,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
 
     def _request(self, prompt: str, stop: list[str] | None, **call: Any) -> Request:
         if call.get("tools"):
-            raise NotImplementedError(f"tools: {type(self).__name__} writes strings; call them with as_chat()")
+            self.bind_tools(call["tools"])
         if isinstance(prompt, _PromptWithRoles):
             return self._prepare([_turn(message) for message in prompt.messages], stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)

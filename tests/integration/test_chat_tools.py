@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
@@ -351,6 +352,13 @@ def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
     assert reports[-1]["num_reused_tokens"] > 0
 
 
+@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy, AutoStrategy])
+def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy: Any) -> None:
+    agent: Any = create_agent(chat, [], response_format=strategy(Room))
+    found = agent.invoke({"messages": [("user", "Which room?")]}, {"recursion_limit": 4})["structured_response"]
+    assert isinstance(found, Room)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -374,3 +382,7 @@ def test_other_ways_are_named(chat: ChatBlend, chat_engine: Engine) -> None:
         chat.with_structured_output(None)
     with pytest.raises(NotImplementedError, match="as_chat"):
         BlendLLM(engine=chat_engine).invoke("Q", tools=[{"name": "x"}])
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).with_structured_output(Room)
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).bind_tools([fill])
