@@ -9,6 +9,7 @@ Knows langchain-core and the adapter. Knows nothing about retrieval or chains.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
-from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, no_tools_message, run_in_thread
-from ragblend.prompt.prompt import Chunk
+from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
+from ragblend.frameworks.tools import calls_may_come
+from ragblend.prompt.prompt import Chunk, ToolCall
+from ragblend.prompt.tools import CallReader
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
@@ -37,6 +40,8 @@ try:
     )
     from langchain_core.outputs import Generation as TextGeneration
     from langchain_core.prompt_values import ChatPromptValue, PromptValue
+    from langchain_core.runnables import Runnable
+    from langchain_core.tools import BaseTool
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
 
@@ -68,14 +73,6 @@ class _LangChainModel(BlendModel):
         check_unicode(text, "the text")
         return list(self.engine.segmenter.text_ids(text))
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """Not on this engine: it writes text only."""
-        raise NotImplementedError(no_tools_message(self, "bind_tools"))
-
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Not on this engine: it writes text only."""
-        raise NotImplementedError(no_tools_message(self, "with_structured_output"))
-
     def _open(self, request: Request) -> Stream:
         with _overflow():
             return super()._open(request)
@@ -102,8 +99,9 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     `segments=[...]` (strings, Chunks or Documents that are in the messages word for word). `logprobs=True` puts
     `logprobs` into `response_metadata`, in OpenAI's form; `n` answers to one prompt are several generations. Chunks are
     also taken from content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and from the documents
-    in a ToolMessage's artifact. Tools and structured output raise NotImplementedError: the engine in this process only
-    writes text. A prompt beyond the model's context raises PromptOverflowError: our PromptTooLongError, and LangChain's
+    in a ToolMessage's artifact. `bind_tools` and `with_structured_output` hold the answer to calls and schemas while it
+    is written, so that they are valid whatever the model knows; the extra `structured` is needed for it, save with
+    vLLM. A prompt beyond the model's context raises PromptOverflowError: our PromptTooLongError, and LangChain's
     ContextOverflowError.
     """
 
@@ -122,6 +120,50 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
 
+    # --- tools and schemas ---
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with tools: functions, Pydantic classes, TypedDicts, LangChain tools or OpenAI's descriptions.
+
+        `tool_choice`: "auto" (and None) leaves it to the model, "any" and "required" (and True) demand a call, a name a
+        call of that tool, "none" forbids them. `parallel_tool_calls`: whether there may be several; None is yes where
+        it is left to the model, and no where a call is demanded. `strict` as with OpenAI: every parameter is required.
+        Arguments follow their schema in any case.
+        """
+        from ragblend.chat_tools import bind_tools
+
+        return bind_tools(
+            self, tools, strict, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, **kwargs
+        )
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """This model with answers in the form of `schema`: a Pydantic class, a TypedDict or a JSON schema.
+
+        Answers are of that class for a Pydantic class, else dicts. `method`: "json_schema" holds the answer to it,
+        "function_calling" has the model call a tool with it, "json_mode" takes any JSON object. The prompt stays as it
+        is, but for the tool that "function_calling" describes: say in it what the fields are for. `include_raw=True`
+        returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. An answer that reaches max_tokens is no JSON.
+        """
+        from ragblend.chat_tools import structured
+
+        return structured(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
+
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one message with text")
@@ -135,9 +177,10 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, **kwargs)
-        result = _chat_result(self, self._answer(request))
+        result = _chat_result(self, request, self._answer(request))
         if request.options.n:
-            result.generations += [_chat_result(self, each).generations[0] for each in self._more_answers(request)]
+            more = (_chat_result(self, request, each) for each in self._more_answers(request))
+            result.generations += [each.generations[0] for each in more]
         return result
 
     async def _agenerate(
@@ -147,12 +190,12 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        def answer(cancelled: threading.Event) -> list[Generation]:
+        def answer(cancelled: threading.Event) -> tuple[Request, list[Generation]]:
             request = self._request(messages, stop, **kwargs)
-            return [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
+            return request, [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
 
-        answers = await run_in_thread(answer)
-        return ChatResult(generations=[_chat_result(self, each).generations[0] for each in answers])
+        request, answers = await run_in_thread(answer)
+        return ChatResult(generations=[_chat_result(self, request, each).generations[0] for each in answers])
 
     def _stream(
         self,
@@ -164,10 +207,10 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         request = self._request(messages, stop, **kwargs)
         _refuse_several(request)
         stream = self._open(request)
-        for piece in self._pieces(stream, request):
-            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+        for message in _chunks(self, request, self._pieces(stream, request)):
+            chunk = ChatGenerationChunk(message=message)
             if run_manager is not None:
-                run_manager.on_llm_new_token(piece, chunk=chunk)
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
         yield ChatGenerationChunk(
             message=AIMessageChunk(
@@ -186,7 +229,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         async for chunk in iterate_in_thread(self._stream(messages, stop, **kwargs)):
-            if run_manager is not None and chunk.text:
+            if run_manager is not None and (chunk.text or getattr(chunk.message, "tool_call_chunks", None)):
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
@@ -220,6 +263,17 @@ class BlendLLM(_LangChainModel, BaseLLM):
         shared = (*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose")
         return ChatBlend(**{name: getattr(self, name) for name in shared})
 
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it."""
+        raise NotImplementedError(f"tools: {type(self).__name__} writes strings; call them with as_chat()")
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it, and `structured_outputs` holds a string to a schema."""
+        raise NotImplementedError(
+            f"{type(self).__name__} writes strings; use as_chat().with_structured_output(...), or the option "
+            "structured_outputs={'json': SCHEMA} for JSON as a string"
+        )
+
     # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
 
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
@@ -248,6 +302,8 @@ class BlendLLM(_LangChainModel, BaseLLM):
         return await super().agenerate_prompt(kept, stop=stop, callbacks=callbacks, **kwargs)
 
     def _request(self, prompt: str, stop: list[str] | None, **call: Any) -> Request:
+        if call.get("tools"):
+            self.bind_tools(call["tools"])
         if isinstance(prompt, _PromptWithRoles):
             return self._prepare([_turn(message) for message in prompt.messages], stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
@@ -356,7 +412,15 @@ def _turn(message: BaseMessage) -> Turn:
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
     chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
-    return Turn(role, content, chunks)
+    calls = getattr(message, "tool_calls", ())
+    return Turn(
+        role,
+        content,
+        chunks,
+        tuple(ToolCall(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"] or "") for call in calls),
+        getattr(message, "tool_call_id", ""),
+        message.name or "",
+    )
 
 
 def _document_chunk(document: Document | Chunk) -> Chunk:
@@ -394,8 +458,22 @@ def _facts(model: BlendModel, result: Generation) -> dict[str, Any]:
     return facts if result.logprobs is None else facts | {"logprobs": model._logprobs(result)}
 
 
-def _chat_result(model: BlendModel, result: Generation) -> ChatResult:
-    message = AIMessage(content=result.text, usage_metadata=_usage(result), response_metadata=_facts(model, result))
+def _chunks(model: BlendModel, request: Request, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
+    """A streamed answer's messages."""
+    if request.options.tools and calls_may_come(request.options):
+        from ragblend.chat_tools import tool_chunks
+
+        return tool_chunks(CallReader(model.engine.segmenter.calls_shown), pieces)
+    return (AIMessageChunk(content=piece) for piece in pieces)
+
+
+def _chat_result(model: BlendModel, request: Request, result: Generation) -> ChatResult:
+    said: dict[str, Any] = {"content": result.text}
+    if request.options.tools and calls_may_come(request.options):
+        from ragblend.chat_tools import tool_fields
+
+        said = tool_fields(result.text, model.engine.segmenter.calls_shown)
+    message = AIMessage(**said, usage_metadata=_usage(result), response_metadata=_facts(model, result))
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 

@@ -59,6 +59,12 @@ def share(low: str, high: str) -> Check:
     return Check(lambda value: _is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
 
 
+def _is_structure(value: object) -> bool:
+    return isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(STRUCTURES)
+
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+STRUCTURED = Check(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
@@ -248,6 +254,7 @@ class GenerationOptions:
     )
     seed: int | None = option(None, "Of the choice, where there is one.")
     stop: Sequence[str] | None = option(None, "Texts that end the answer.")
+    structured_outputs: Mapping[str, Any] | None = option(None, "What the answer is held to.", STRUCTURED)
     top_k: int | None = option(None, "Most tokens to choose from; 0: all.", whole_from(0, "all"))
     min_p: float | None = option(
         None, "Least probability of a token, as a share of the likeliest one's.", share("any", "the likeliest alone")
@@ -295,6 +302,7 @@ class GenerationKeywords(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: Sequence[str] | None
+    structured_outputs: Mapping[str, Any] | None
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None

@@ -806,19 +806,6 @@ def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
         chat.invoke([ChatMessage(content="Q", role="critic")])
 
 
-@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_tools_and_structured_output_say_what_to_do_instead(kind: Any, engine: TransformersEngine) -> None:
-    chat = kind(engine=engine)
-    attempts: list[Callable[[], Any]] = [
-        lambda: chat.bind_tools([]),
-        lambda: chat.with_structured_output({}),
-        lambda: chat.invoke("Q", tools=[{"name": "x"}]),
-    ]
-    for attempt in attempts:
-        with pytest.raises(NotImplementedError, match=r"cannot call tools.*blend_tool"):
-            attempt()
-
-
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 

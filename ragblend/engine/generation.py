@@ -48,6 +48,21 @@ class Options(GenerationKeywords, total=False):
     conversation: Conversation | None
 
 
+class Guide(Protocol):
+    """Holds one answer to a grammar, token by token."""
+
+    ended: bool  # the answer is complete, and nothing may follow
+
+    def mask(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
+    def follow(self, token: int, room: int) -> list[int]: ...  # it, and up to `room` in all that can only follow it
+
+
+class Grammar(Protocol):
+    """What answers are held to: one grammar, a guide for each answer."""
+
+    def guide(self) -> Guide: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how it is answered: `options` are what was asked for, mode, rule and ratio what is to run."""
@@ -61,6 +76,7 @@ class Request:
     conversation: Conversation | None = None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
     adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
+    grammar: Grammar | None = None
 
     @property
     def calibrated(self) -> Fit | None:
@@ -107,7 +123,7 @@ class DecodingEngine(Protocol):
     @property
     def notices(self) -> Listener: ...
     def prefill(self, request: Request) -> Prefilled: ...
-    def decode_step(self, token: int, fused: FusedKV) -> Tensor: ...
+    def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
     def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None: ...
 
@@ -148,7 +164,8 @@ class GenerationStream:
             return
         prefilled = engine.prefill(request)
         sampler = Sampler(request.options, request.prompt.token_ids)
-        token = sampler.choose(prefilled.logits)
+        guide = request.grammar.guide() if request.grammar is not None else None
+        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits))
         result.report = report = prefilled.report
         report.ttft_s = perf_counter() - self._start_s
         report.prompt_tokens = request.prompt.num_tokens
@@ -163,18 +180,26 @@ class GenerationStream:
                 if token in ends:
                     result.finish_reason = "stop"
                     break
-                result.token_ids.append(token)
-                shown = scanner.push(text.push(token))
+                tokens = [token] if guide is None else guide.follow(token, limit - len(result.token_ids))
+                if len(tokens) > 1:
+                    sampler.forced(tokens[1:])
+                shown = ""
+                for token in tokens:
+                    result.token_ids.append(token)
+                    shown += scanner.push(text.push(token))
+                    if scanner.stopped:
+                        break
                 if shown:
                     result.text += shown
                     yield shown
-                if scanner.stopped:
+                if scanner.stopped or (guide is not None and guide.ended):
                     result.finish_reason = "stop"
                     break
                 if len(result.token_ids) >= limit:
                     result.finish_reason = "length"
                     break
-                token = sampler.choose(engine.decode_step(token, prefilled.fused))
+                logits = engine.decode_step(tokens, prefilled.fused)
+                token = sampler.choose(logits if guide is None else guide.mask(logits))
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest

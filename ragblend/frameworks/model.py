@@ -40,7 +40,7 @@ from ragblend.options import (
     is_url,
     whole_from,
 )
-from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
+from ragblend.prompt.prompt import Chunk, Message, Part, SegmentedPrompt, ToolCall
 from ragblend.redaction import redacted, without_secrets
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class Turn:
     role: str
     content: str | Sequence[Block]
     chunks: tuple[Chunk, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # of tools, by the assistant
+    call_id: str = ""  # of the call that a tool's turn answers
+    name: str = ""  # of that tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,10 @@ class CallOptions(GenerationOptions):
     separator: str | None = None
     strict: bool = False
     segments: Sequence[Any] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
     n: int | None = None  # answers to one prompt
 
     def __post_init__(self) -> None:
@@ -82,6 +89,7 @@ class CallOptions(GenerationOptions):
 
 
 _OPTION_NAMES = tuple(option.name for option in fields(CallOptions))
+_OF_CALLS = frozenset({"segments", "tools", "tool_choice", "parallel_tool_calls", "response_format"})  # no fields
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 # What `load_engine` takes and no field is for.
@@ -92,7 +100,7 @@ _ENGINE_FIELDS = frozenset(  # what opens an engine
     | {"vllm_options", "engine_options", *_LOADING}
 )
 _MAY_HOLD_SECRETS = ("remote", "backend", "vllm_options", "engine_options", "model_kwargs")
-_TOOL_ARGUMENTS = ("tools", "tool_choice", "functions", "function_call", "response_format")
+_BEFORE_TOOLS = ("functions", "function_call")  # what OpenAI called tools before
 
 
 class Request(NamedTuple):
@@ -143,6 +151,7 @@ class BlendModel(BaseModel):
     top_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None  # what every answer is held to, see GenerationOptions
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -274,6 +283,12 @@ class BlendModel(BaseModel):
         turns = [Turn("user", content)] if isinstance(content, str) else list(content)
         given = tuple(_chunk(segment) for segment in options.segments)
         turns = [replace(turn, chunks=(*turn.chunks, *given)) for turn in turns]
+        if options.tools or options.response_format or options.tool_choice:
+            from ragblend.frameworks.tools import held
+
+            options = replace(options, structured_outputs=held(options, self.engine.segmenter), response_format=None)
+        if options.tools:
+            return self._prepare_with_tools(turns, options)
         messages = _conversation((turn.role, self._recover(turn, options)) for turn in turns)
         if not messages:
             raise UsageError("the prompt is empty; give a message with text")
@@ -283,6 +298,18 @@ class BlendModel(BaseModel):
             if self.system and messages[0][0] != "system":
                 messages.insert(0, ("system", [self.system]))
             prompt = SegmentedPrompt.from_messages(messages)
+        if options.strict:
+            self._check_strict(prompt, turns, options)
+        return Request(prompt, options)
+
+    def _prepare_with_tools(self, turns: Sequence[Turn], options: CallOptions) -> Request:
+        """`_prepare` of a call with tools."""
+        from ragblend.frameworks.tools import prepared
+
+        messages = prepared(turns, [self._recover(turn, options) for turn in turns])
+        if self.system and messages and messages[0].role != "system":
+            messages.insert(0, Message("system", (self.system,)))
+        prompt = SegmentedPrompt.from_messages(messages, options.tools)
         if options.strict:
             self._check_strict(prompt, turns, options)
         return Request(prompt, options)
@@ -301,19 +328,19 @@ class BlendModel(BaseModel):
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
         """The fields, overridden by what the call gives."""
-        tools = [name for name in _TOOL_ARGUMENTS if call.get(name)]
-        if tools:
-            raise NotImplementedError(no_tools_message(self, tools[0]))
+        old = [name for name in _BEFORE_TOOLS if call.get(name)]
+        if old:
+            raise UsageError(f"the call has {old[0]}=...; describe them as tools: bind_tools([...], tool_choice=...)")
         named = call.get("model")
         if named not in (None, self.model, self.engine.name):
             raise UsageError(f"model is {named!r}, this object runs {self.model!r}; make another one for it")
-        unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_TOOL_ARGUMENTS)]
+        unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_BEFORE_TOOLS)]
         if unknown:
             raise UsageError(f"the call has {unknown[0]}=...; what a call may set is {', '.join(_OPTION_NAMES)}")
         return self._with({name: call[name] for name in _OPTION_NAMES if name in call})
 
     def _with(self, call: Mapping[str, Any]) -> CallOptions:
-        own = {name: getattr(self, name) for name in _OPTION_NAMES if name != "segments"}
+        own = {name: getattr(self, name) for name in _OPTION_NAMES if name not in _OF_CALLS}
         return CallOptions(**{name: value for each in (own, call) for name, value in each.items() if value is not None})
 
     def _check_strict(self, prompt: SegmentedPrompt, turns: Iterable[Turn], options: CallOptions) -> None:
@@ -402,18 +429,9 @@ class BlendModel(BaseModel):
 
     def _settings(self) -> dict[str, Any]:
         """What makes two answers differ: the key of an answer cache. Holds no secrets."""
-        names = {"backend", "namespace", "system", *_OPTION_NAMES} - {"segments", "timeout"}
+        names = {"backend", "namespace", "system", *_OPTION_NAMES} - _OF_CALLS - {"timeout"}
         own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
-
-
-def no_tools_message(model: BlendModel, what: str) -> str:
-    """Why `what` does not work here, and what does."""
-    return (
-        f"{what}: the {model.backend} engine runs {model.model!r} as plain text and cannot call tools or fill schemas. "
-        "Let a model that can make the tool calls, and this one answer from what the tools returned "
-        "(ragblend.chains.blend_tool)"
-    )
 
 
 def _shown(value: Any) -> Any:

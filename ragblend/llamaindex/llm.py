@@ -5,8 +5,10 @@ Knows llama-index-core and the adapter. Knows nothing about retrieval or nodes.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ConfigDict
@@ -14,6 +16,9 @@ from pydantic import ConfigDict
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
+from ragblend.frameworks.tools import calls_may_come, read_answer
+from ragblend.prompt.prompt import ToolCall
+from ragblend.prompt.tools import CallFormat, CallReader
 
 try:
     from llama_index.core.base.llms.types import (
@@ -28,9 +33,12 @@ try:
         LogProb,
         MessageRole,
         TextBlock,
+        ToolCallBlock,
     )
-    from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+    from llama_index.core.llms.function_calling import FunctionCallingLLM
+    from llama_index.core.llms.llm import ToolSelection
+    from llama_index.core.tools import BaseTool
 except ImportError as error:
     raise ImportError("ragblend.llamaindex needs LlamaIndex: pip install 'ragblend[llamaindex]'") from error
 
@@ -46,13 +54,15 @@ _ROLES = {
 }
 
 
-class BlendLLM(BlendModel, CustomLLM):
-    """A LlamaIndex LLM that answers from fused chunk KV.
+class BlendLLM(BlendModel, FunctionCallingLLM):
+    """A LlamaIndex LLM that answers from fused chunk KV, calls tools and fills schemas.
 
     `BlendLLM(model="demo", store="kv/")`, or `BlendLLM(engine=engine)`. Every call may set mode, rule, recompute_ratio,
     max_tokens, temperature, stop, separator, strict and `segments=[...]` (strings, nodes or Chunks that are in the
     prompt word for word). Responses carry the report in `raw["ragblend"]`. `is_chat_model=False` makes LlamaIndex send
-    one string instead of messages, and `raw=True` sends that string without the model's template.
+    one string instead of messages, and `raw=True` sends that string without the model's template. Agents,
+    `structured_predict` and `as_structured_llm` hold the answer to calls and schemas while it is written (extra
+    `structured`, save with vLLM); streams show a call once it is complete.
     """
 
     model_config = ConfigDict(
@@ -75,6 +85,7 @@ class BlendLLM(BlendModel, CustomLLM):
             num_output=self._with({}).max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model,
+            is_function_calling_model=self.is_chat_model,
         )
 
     # --- chat ---
@@ -82,17 +93,23 @@ class BlendLLM(BlendModel, CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation; roles are kept."""
-        return _chat_response(self, self._answer(self._chat_request(messages, kwargs)))
+        request = self._chat_request(messages, kwargs)
+        return self._chat_response(request, self._answer(request))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat`, without blocking the event loop."""
-        return _chat_response(self, await self._aanswer(lambda: self._chat_request(messages, kwargs)))
+
+        def answer(cancelled: threading.Event) -> ChatResponse:
+            request = self._chat_request(messages, kwargs)
+            return self._chat_response(request, self._answer(request, cancelled))
+
+        return await run_in_thread(answer)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat`, piece by piece."""
-        return (_as_chat(piece) for piece in self._stream_response(self._chat_request(messages, kwargs)))
+        return self._stream_chat(self._chat_request(messages, kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -100,10 +117,63 @@ class BlendLLM(BlendModel, CustomLLM):
         request = self._chat_request(messages, kwargs)
 
         async def pieces() -> ChatResponseAsyncGen:
-            async for piece in iterate_in_thread(self._stream_response(request)):
-                yield _as_chat(piece)
+            async for piece in iterate_in_thread(self._stream_chat(request)):
+                yield piece
 
         return pieces()
+
+    # --- tools ---
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        demanded: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `chat` takes, from what LlamaIndex' agents and programs ask for."""
+        asked = [ChatMessage(role=MessageRole.USER, content=user_msg)] if isinstance(user_msg, str) else [user_msg]
+        return {
+            "messages": [*(chat_history or []), *(message for message in asked if message is not None)],
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice or ("required" if tool_required or demanded else "auto"),
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def _structured_stream_call(
+        self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        # LlamaIndex demands a call of its own accord where it does not stream, and only there.
+        asked = {**(llm_kwargs or {}), "demanded": True}
+        return super()._structured_stream_call(output_cls, prompt, asked, **kwargs)
+
+    async def _structured_astream_call(
+        self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        asked = {**(llm_kwargs or {}), "demanded": True}
+        return await super()._structured_astream_call(output_cls, prompt, asked, **kwargs)
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in an answer. Raises ValueError where there are none, unless told otherwise."""
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not calls and error_on_no_tool_call:
+            raise ValueError(
+                f"the answer calls no tool ({response.message.content!r}); demand a call with tool_required=True, and "
+                "raise max_tokens if it was cut"
+            )
+        return [
+            ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=call.tool_kwargs)
+            for call in calls
+            if isinstance(call.tool_kwargs, dict)
+        ]
 
     # --- completion ---
 
@@ -151,6 +221,32 @@ class BlendLLM(BlendModel, CustomLLM):
 
         return await run_in_thread(answer)
 
+    def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
+        if request.options.tools and calls_may_come(request.options):
+            blocks = _blocks(result.text, self.engine.segmenter.calls_shown)
+            # LlamaIndex' programs look there whether there are calls, and then ask for them.
+            more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
+            message = ChatMessage(
+                role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
+            )
+            return ChatResponse(message=message, raw=_facts(result))
+        return _as_chat(_completion(self, result))
+
+    def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
+        if not (request.options.tools and calls_may_come(request.options)):
+            yield from map(_as_chat, self._stream_response(request))
+            return
+        form, stream, shown = self.engine.segmenter.calls_shown, self._open(request), ""
+        reader = CallReader(form)
+        for piece in self._pieces(stream, request):
+            said = "".join(part for part in reader.push(piece) if isinstance(part, str))
+            if said:
+                shown += said
+                yield _as_chat(CompletionResponse(text=shown, delta=said))
+        whole = self._chat_response(request, stream.result)
+        whole.delta = (whole.message.content or "").removeprefix(shown)
+        yield whole
+
     def _stream_response(self, request: Request) -> Generator[CompletionResponse]:
         stream = self._open(request)
         text = ""
@@ -169,14 +265,32 @@ def _one_answer(request: Request) -> Request:
 def _turn(message: ChatMessage) -> Turn:
     """A message as a turn; its text blocks are separate lines, as in `ChatMessage.content`."""
     parts: list[str] = []
+    calls: list[ToolCall] = []
     for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            given = block.tool_kwargs
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            calls.append(ToolCall(block.tool_name, arguments, block.tool_call_id or ""))
+            continue
         if not isinstance(block, TextBlock):
             raise UsageError(
                 f"a message has a block of type {block.block_type!r}; the engine reads text only. Remove it, or "
                 "describe it in words"
             )
         parts += ["\n", block.text] if parts else [block.text]
-    return Turn(_ROLES[message.role], parts)
+    more = message.additional_kwargs
+    told = str(more.get("tool_call_id", "")), str(more.get("name", ""))
+    return Turn(_ROLES[message.role], parts, (), tuple(calls), *told)
+
+
+def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:
+    """An answer's text, and its calls; one that was cut is none."""
+    said, calls = read_answer(text, form)
+    blocks: list[TextBlock | ToolCallBlock] = [TextBlock(text=said)] if said else []
+    for id, name, arguments in calls:
+        with suppress(ValueError):
+            blocks.append(ToolCallBlock(tool_call_id=id, tool_name=name, tool_kwargs=json.loads(arguments)))
+    return blocks
 
 
 def _facts(result: Generation) -> dict[str, Any]:
@@ -201,10 +315,6 @@ def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
             for token in found["content"]
         ]
     return response
-
-
-def _chat_response(model: BlendModel, result: Generation) -> ChatResponse:
-    return _as_chat(_completion(model, result))
 
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
-from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Message, Part, SegmentedPrompt
+from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Message, Part, SegmentedPrompt, ToolCall
+from ragblend.prompt.tools import CallFormat, found_format
 
 FORMAT_FILE = "ragblend.json"
 """File beside a model's config.json that declares its prompt format (see `DeclaredFormat`)."""
@@ -52,6 +54,11 @@ class PromptFormat:
     def undated(self) -> PromptFormat:
         """The same format with every date that it writes replaced by `PINNED_DATE`."""
         return self
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes a call of a tool; None where it is to be told (`tools.written_out`)."""
+        return None
 
 
 class PlainFormat(PromptFormat):
@@ -130,44 +137,130 @@ class ChatTemplateFormat(PlainFormat):
             yield from super().pieces(prompt)
             return
         messages = prompt.messages
+        if prompt.tools:
+            contents, turns = with_calls(messages)
+        else:
+            contents = [message.parts for message in messages]
+            slots = _slots(range(len(contents)))
+            turns = [{"role": turn.role, "content": slot} for turn, slot in zip(messages, slots, strict=True)]
         try:
-            literals = self._literals([message.role for message in messages])
+            literals = self._literals(turns, len(contents), prompt.tools)
         except UsageError:
-            if messages[0].role != "system" or len(messages) < 2:
+            if messages[0].role != "system" or len(messages) < 2 or prompt.tools:
                 raise
             # Some templates (Gemma) refuse a system turn; its text then opens the first user turn.
             first = Message(messages[1].role, (*messages[0].parts, "\n\n", *messages[1].parts))
-            messages = (first, *messages[2:])
-            literals = self._literals([message.role for message in messages])
-        for literal, message in zip(literals, messages, strict=False):
+            yield from self.pieces(SegmentedPrompt.from_messages([first, *messages[2:]]))
+            return
+        for literal, parts in zip(literals, contents, strict=False):
             yield Template(literal)
-            for index in range(len(message.parts)):
-                yield from _content(message.parts, index)
+            for index in range(len(parts)):
+                yield from _content(parts, index)
         yield Template(literals[-1])
 
-    def _literals(self, roles: Sequence[str]) -> list[str]:
-        """What the template writes before, between and after the contents: len(roles) + 1 strings."""
-        slots = [f"RAGBLENDSLOT{index}END" for index in range(len(roles))]
-        turns = [{"role": role, "content": slot} for role, slot in zip(roles, slots, strict=True)]
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """As the template writes calls; None where it knows no tools, or writes arguments otherwise than as JSON."""
+        if "tools" not in str(self._tokenizer.get_chat_template()):
+            return None
+        names, slots = ("ragblendone", "ragblendtwo"), _slots(range(1, 3))
+        tools = [
+            {"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names
+        ]
+        asked, calls = Message("user", ("x",)), tuple(ToolCall(name, "") for name in names)
+
+        def written(answer: Message) -> str:
+            return self._rendered(with_calls([asked, answer])[1], tools, False)
+
+        def called(num_calls: int) -> str:
+            text = written(Message("assistant", (), calls[:num_calls]))
+            return text.removeprefix(head).removesuffix(tail) if text.startswith(head) else ""
+
         try:
-            text = self._tokenizer.apply_chat_template(
-                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
-            )
+            head = self._rendered(with_calls([asked])[1], tools)
+            tail = written(Message("assistant", ("x",))).rpartition(slots[0])[2]
+            one = called(1)
+            contents, turns = with_calls([asked, Message("assistant", (), calls[:1]), Message("tool", ("x",))])
+            self._literals(turns, len(contents), tools)  # what a tool returned is to be written, too
+        except Exception:  # templates raise errors of many kinds
+            return None
+        try:
+            two = called(2)
+        except Exception:  # one call at a time (Llama 3.1)
+            two = None
+        return found_format(one, two, names, slots) if names[0] in head else None
+
+    def _rendered(self, turns: Sequence[Any], tools: Sequence[Any], asks: bool = True) -> str:
+        """The template's text of some turns, with the slots of arguments bare."""
+        more = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        text = self._tokenizer.apply_chat_template(
+            turns, chat_template=self._template, tokenize=False, add_generation_prompt=asks, **more
+        )
+        return _ARGUMENTS.sub(r"RAGBLENDSLOT\1END", str(text)) if tools else str(text)
+
+    def _literals(self, turns: Sequence[Any], num_slots: int, tools: Sequence[Any]) -> list[str]:
+        """What the template writes before, between and after the contents of `turns`: `num_slots` + 1 strings."""
+        slots = _slots(range(num_slots))
+        roles = [turn["role"] for turn in turns]
+        try:
+            text = self._rendered(turns, tools)
         except Exception as error:  # templates raise jinja2 errors of many kinds
-            raise UsageError(f"the model's chat template refuses the turns {list(roles)}: {error}") from error
-        written = _SLOT.split(str(text))  # a literal, a slot, a literal, ...
+            raise UsageError(f"the model's chat template refuses the turns {roles}: {error}") from error
+        written = _SLOT.split(text)  # a literal, a slot, a literal, ...
         found = written[1::2]
         if found != slots:
             pairs = zip(slots, [*found, *[""] * len(slots)], strict=False)
             wrong = next((turn for turn, (slot, name) in enumerate(pairs) if slot != name), len(slots))
             raise UsageError(
-                f"the model's chat template drops, repeats or reorders turn {min(wrong, len(slots) - 1)} of "
-                f"{list(roles)}; put everything into one user message, or use SegmentedPrompt.from_parts"
+                f"the model's chat template drops, repeats or reorders turn {min(wrong, len(roles) - 1)} of "
+                f"{roles}; put everything into one user message, or use SegmentedPrompt.from_parts"
             )
         return written[::2]
 
 
 _SLOT = re.compile(r"(RAGBLENDSLOT\d+END)")
+# Arguments are a JSON object, and so is their slot, until it is found: one that was written otherwise is not.
+_ARGUMENTS = re.compile(r'\{\s*"RAGBLENDJSON(\d+)END"\s*:\s*0\s*\}')
+
+
+def _slots(numbers: Iterable[int]) -> list[str]:
+    return [f"RAGBLENDSLOT{number}END" for number in numbers]
+
+
+def with_calls(messages: Iterable[Message]) -> tuple[list[tuple[Part, ...]], list[dict[str, Any]]]:
+    """What stands in the slots of a conversation with tools, and its turns as chat templates read them.
+
+    Ids only say which result belongs to which call; they are written anew, in a form that every template takes.
+    """
+    contents: list[tuple[Part, ...]] = []
+    ids: dict[str, str] = {}
+    names: dict[str, str] = {}  # of the tools that were called, by the call's id
+
+    def slot(parts: tuple[Part, ...], kind: str = "SLOT") -> str:
+        contents.append(parts)
+        return f"RAGBLEND{kind}{len(contents) - 1}END"
+
+    def number(id: str) -> str:
+        return ids.setdefault(id, f"call{len(ids):05}")
+
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role, "content": slot(message.parts) if message.parts else ""}
+        if message.calls:
+            turn["tool_calls"] = [
+                {
+                    "id": number(call.id),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": {slot((call.arguments,), "JSON"): 0}},
+                }
+                for call in message.calls
+            ]
+        names |= {call.id: call.name for call in message.calls}
+        if message.role == "tool":
+            name = message.name or names.get(message.call_id, "")
+            turn |= {"tool_call_id": number(message.call_id), "name": name}
+        turns.append(turn)
+    return contents, turns
 
 
 # In front of a template: `strftime_now` as it was on that day. What a template is given may only be plain data, so the

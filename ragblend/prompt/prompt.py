@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ragblend.errors import UsageError
@@ -54,11 +54,26 @@ Part = str | Chunk
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made: the tool's name, its arguments as JSON, and an id that the result refers to."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: `role` is "system", "user" or "assistant"; `parts` in reading order."""
+    """One turn: `role` is "system", "user", "assistant" or, where the prompt has tools, "tool"; `parts` in order.
+
+    `calls`: what the assistant called. `call_id`: what a tool's turn is the result of, `name` that tool's.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -66,11 +81,13 @@ class SegmentedPrompt:
     """A prompt whose chunk boundaries are known.
 
     `SegmentedPrompt(chunks=[...], question=..., system=...)` is the usual one; `from_messages` takes any order of
-    turns, text and chunks; `from_parts` is plain text for a completion, without a chat template.
+    turns, text and chunks; `from_parts` is plain text for a completion, without a chat template. `tools`: what the
+    model may call, each as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}.
     """
 
     messages: tuple[Message, ...]
     chat: bool  # False: the parts of the only message are the prompt, no template around them
+    tools: tuple[Mapping[str, Any], ...] = field(hash=False)
 
     def __init__(self, chunks: Sequence[Part] = (), question: str = "", system: str | None = None) -> None:
         if isinstance(chunks, str):
@@ -80,17 +97,22 @@ class SegmentedPrompt:
         user = Message("user", (*(as_chunk(part) for part in chunks), *([question] if question else [])))
         object.__setattr__(self, "messages", (*([Message("system", (system,))] if system else []), user))
         object.__setattr__(self, "chat", True)
+        object.__setattr__(self, "tools", ())
 
     @classmethod
-    def from_messages(cls, messages: Iterable[Message | tuple[str, str | Part | Sequence[Part]]]) -> SegmentedPrompt:
+    def from_messages(
+        cls,
+        messages: Iterable[Message | tuple[str, str | Part | Sequence[Part]]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> SegmentedPrompt:
         """Turns in order; each a Message or `(role, content)` with content a string, a Chunk or a list of both."""
         turns = tuple(m if isinstance(m, Message) else Message(m[0], _as_parts(m[1])) for m in messages)
         if not turns or not any(turn.parts for turn in turns):
             raise UsageError("no messages given; pass at least one ('user', text)")
         for turn in turns:
-            if turn.role not in ("system", "user", "assistant"):
+            if turn.role not in ("system", "user", "assistant") and not (tools and turn.role == "tool"):
                 raise UsageError(f"role is {turn.role!r}; choose system, user or assistant")
-        return cls._of(turns, chat=True)
+        return cls._of(turns, chat=True, tools=tools)
 
     @classmethod
     def from_parts(cls, parts: Sequence[Part]) -> SegmentedPrompt:
@@ -100,10 +122,11 @@ class SegmentedPrompt:
         return cls._of((Message("user", tuple(parts)),), chat=False)
 
     @classmethod
-    def _of(cls, messages: tuple[Message, ...], chat: bool) -> SegmentedPrompt:
+    def _of(cls, messages: tuple[Message, ...], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> SegmentedPrompt:
         prompt = cls.__new__(cls)
         object.__setattr__(prompt, "messages", messages)
         object.__setattr__(prompt, "chat", chat)
+        object.__setattr__(prompt, "tools", tuple(tools))
         return prompt
 
     @property
@@ -118,8 +141,8 @@ class SegmentedPrompt:
         messages = []
         for turn in self.messages:
             sent = (part.text if isinstance(part, Chunk) and part.in_text else part for part in turn.parts)
-            messages.append(Message(turn.role, tuple(joined_texts(sent))))
-        return self._of(tuple(messages), self.chat)
+            messages.append(replace(turn, parts=tuple(joined_texts(sent))))
+        return self._of(tuple(messages), self.chat, self.tools)
 
 
 def joined_texts(parts: Iterable[Part]) -> Iterator[Part]:

@@ -24,7 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from ragblend.errors import RagblendError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.formats import DeclaredFormat, PromptFormat, Template, is_markup
 from ragblend.prompt.prompt import (
     CHUNK_JOINT,
@@ -36,6 +36,7 @@ from ragblend.prompt.prompt import (
     TokenizedPrompt,
     as_chunk,
 )
+from ragblend.prompt.tools import HERMES, CallFormat, written_out
 
 REMEMBERED_CHARACTERS = 4 << 20
 """Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
@@ -78,9 +79,35 @@ class Segmenter:
 
     def tokenize(self, prompt: SegmentedPrompt) -> TokenizedPrompt:
         """Prefix, chunks, other text and suffix with ids and positions. Adjacent non-chunk pieces are one segment."""
+        if prompt.tools:
+            prompt = self._with_tools(prompt)
         # A model that declares a template for chunks is to read it around those that were found, too.
         sent = prompt if self.format.frames_chunks else prompt.unrecognised()
         return TokenizedPrompt(self._segments(self.format.pieces(prompt)), sent if sent is not prompt else None)
+
+    def _with_tools(self, prompt: SegmentedPrompt) -> SegmentedPrompt:
+        """Tools for the chat template to write, or where it knows none, as text. Raises UsageError for tools that would
+        write control tokens: templates write them as they are."""
+        if self.format.call_format is None:
+            return written_out(prompt)
+        forged = self._control.search(json.dumps(prompt.tools, ensure_ascii=False))
+        if forged:
+            raise UsageError(f"a tool's description has the control token {forged.group()!r}; remove it from there")
+        return prompt
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How this model writes calls of tools."""
+        return self.format.call_format or HERMES
+
+    @cached_property
+    def calls_shown(self) -> CallFormat:
+        """The same as the text of an answer has it, control tokens left out."""
+
+        def show(text: str) -> str:
+            return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
+
+        return self.calls.shown_by(show)
 
     def as_sent(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
         """What full prefill beside `prompt` is given: the text as it was sent, tokenized as if nothing were known of
@@ -250,6 +277,16 @@ class Segmenter:
 
     def _raw_text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
+
+    def literal(self, text: str) -> list[str | int]:
+        """`text` as a template would be read: plain text, and the control tokens in it as their ids."""
+        pieces: list[str | int] = []
+        start = 0
+        for found in self._control.finditer(text):
+            ids = self._encode(found.group(), split_special_tokens=False)
+            pieces += [text[start : found.start()], *ids]
+            start = found.end()
+        return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer, as far as the tokenizer knows."""

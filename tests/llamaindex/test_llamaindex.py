@@ -188,7 +188,7 @@ def test_bad_messages(messages: list[ChatMessage], reason: str, llm: BlendLLM) -
 def test_bad_calls(llm: BlendLLM) -> None:
     with pytest.raises(UsageError, match="recompute_rato"):
         llm.complete("Q", recompute_rato=0.2)
-    with pytest.raises(NotImplementedError, match="cannot call tools"):
+    with pytest.raises(UsageError, match="is no function with a name"):
         llm.complete("Q", tools=[{"name": "x"}])
     with pytest.raises(UnrecognisedChunkError):
         llm.complete("Q", strict=True)

@@ -26,6 +26,7 @@ from ragblend.engine.fusion.rules import (
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request
 from ragblend.engine.hf.blend import BlendingEngine
+from ragblend.engine.hf.constrain import Grammars
 from ragblend.engine.hf.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import is_quantised
@@ -67,6 +68,7 @@ class TransformersEngine(BlendingEngine):
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
+        self._grammars = Grammars(segmenter, layers.config.vocab_size, self.stop_ids())
         if check:
             in_pieces = layers.prefill_in_pieces if is_quantised(layers.config) else None
             self_check(layers, layers.config.vocab_size, self.name, in_pieces)
@@ -197,18 +199,19 @@ class TransformersEngine(BlendingEngine):
             conversation,
             choice.fit,
             adapts=asked.mode == "blend" and checks is None and choice.is_auto_ratio,
+            grammar=self._grammars.compile(asked.structured_outputs) if asked.structured_outputs is not None else None,
         )
 
     @torch.inference_mode()
-    def decode_step(self, token: int, fused: FusedKV) -> Tensor:
-        """Append `token` to `fused` and return the logits [vocabulary] of what follows it."""
+    def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
+        """Append `tokens` to `fused` and return the logits [vocabulary] of what follows them."""
         with self._lock:
-            rows = torch.tensor([fused.length], device=self.layers.device)
-            hidden = self.layers.embed(self._ids([token]))
+            rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)
+            hidden = self.layers.embed(self._ids(tokens))
             for layer in range(self.layers.num_layers):
                 hidden = self.layers.run_layer(layer, hidden, rows, fused)
-            fused.length += 1
-            return self.layers.logits(hidden)[-1]
+            fused.length += len(tokens)
+            return self.layers.logits(hidden[-1:])[0]
 
     def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None:
         """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""

@@ -24,7 +24,7 @@ from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.store.base import StoreCounters
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
-from ragblend.engine.vllm.params import report_from
+from ragblend.engine.vllm.params import report_from, vllm_structure
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -373,6 +373,8 @@ class VllmClient(VllmBase):
             body["seed"] = options.seed
         if options.stops:
             body["stop"] = list(options.stops)
+        if options.structured_outputs is not None:
+            body["structured_outputs"] = vllm_structure(options.structured_outputs)
         if self.facts.stop_ids:
             body["stop_token_ids"] = sorted(self.facts.stop_ids)
         if self.blends:

@@ -26,7 +26,7 @@ from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sam
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_structure
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.segmenter import Segmenter
@@ -270,10 +270,12 @@ class _Loop:
     ) -> None:
         """Hand a request to vLLM; its tokens, or why vLLM refuses it, go to `answers`."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         options = request.options
+        asked = options.structured_outputs
         try:
+            held = StructuredOutputsParams(**vllm_structure(asked)) if asked is not None else None
             params = SamplingParams(
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -281,6 +283,7 @@ class _Loop:
                 **sampling(options),
                 max_tokens=options.max_tokens,
                 stop_token_ids=stop_ids,
+                structured_outputs=held,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args={"kv_transfer_params": request.kv_transfer_params},

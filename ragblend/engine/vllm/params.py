@@ -21,6 +21,7 @@ recompute those last. All fields but `mode` and `spans` have defaults.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -183,6 +184,25 @@ def _occurrences(token_ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
         else:
             position += 1
     return found
+
+
+def vllm_structure(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """GenerationOptions' `structured_outputs` as vLLM takes it: a structural tag is a string there, its JSON has
+    no more than one blank in a row: a small model would write nothing else."""
+    ((name, value),) = asked.items()
+    if name != "structural_tag" or isinstance(value, str):
+        return dict(asked)
+    return {name: json.dumps(_with_few_blanks(value))}
+
+
+def _with_few_blanks(format: Any) -> Any:
+    if isinstance(format, list):
+        return [_with_few_blanks(each) for each in format]
+    if not isinstance(format, Mapping):
+        return format
+    if format.get("type") == "json_schema":
+        return {"max_whitespace_cnt": 1, **format}
+    return {name: _with_few_blanks(value) for name, value in format.items()}
 
 
 def _is_list(value: object) -> bool:

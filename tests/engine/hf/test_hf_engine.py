@@ -74,6 +74,7 @@ def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 
         "conversation": None,
         "fit": None,
         "adapts": False,
+        "grammar": None,
         **changes,
     }
     assert set(values) == {field.name for field in fields(Request)}
@@ -822,3 +823,11 @@ def test_the_layers_times_are_noted_only_when_asked(engine):
     assert [len(events) for events in timeline] == [6, 6]
     assert sum(event.end_s - event.start_s for event in timeline.fuse) <= asked.report.fuse_s * 1.001
     assert sum(event.end_s - event.start_s for event in timeline.load) == pytest.approx(asked.report.load_s)
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what nobody has stored"),)])
+def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
+    """The only chunk is exact where it stands, or missing: nothing is stale, and nothing is asked."""
+    prompt = SegmentedPrompt(chunks, "what is that?")
+    full = engine.generate(prompt, mode="full", max_tokens=8)
+    assert engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=8).token_ids == full.token_ids

@@ -1,0 +1,162 @@
+"""LangChain's side of tools and schemas: what `ChatBlend.bind_tools` and `with_structured_output` put together.
+
+Knows langchain-core and the shared half (`frameworks.tools`). Knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
+
+from ragblend.errors import UsageError
+from ragblend.frameworks.tools import new_id, read_answer
+from ragblend.prompt.tools import CallFormat, CallReader
+
+METHODS = ("json_schema", "function_calling", "json_mode")
+
+
+def bind_tools(
+    chat: BaseChatModel,
+    tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool],
+    strict: bool | None = None,
+    **options: Any,
+) -> Runnable[Any, Any]:
+    """`chat` with tools, in OpenAI's form; `strict` closes their schemas and requires every parameter."""
+    described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    return chat.bind(tools=described, **{name: value for name, value in options.items() if value is not None})
+
+
+def structured(
+    chat: BaseChatModel,
+    schema: Any,
+    *,
+    method: str = "json_schema",
+    include_raw: bool = False,
+    strict: bool | None = None,
+    tools: Sequence[Any] | None = None,
+    **options: Any,
+) -> Runnable[Any, Any]:
+    """`chat` with answers in the form of `schema`, as `ChatBlend.with_structured_output` describes it."""
+    if method not in METHODS:
+        raise UsageError(f"method is {method!r}; choose one of {', '.join(METHODS)}")
+    if schema is None and method != "json_mode":
+        raise UsageError(f"schema is None; give one, or method='json_mode' instead of {method!r} for any JSON object")
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    said = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": said}
+    parser: BaseOutputParser[Any] | Runnable[Any, Any]
+    if method == "function_calling":
+        tool = convert_to_openai_tool(_named(schema), strict=strict)
+        name = tool["function"]["name"]
+        if is_class and not strict:
+            tool["function"]["parameters"] = json_schema(schema)
+        shown |= {"tool_choice": name, "parallel_tool_calls": False}
+        llm = bind_tools(chat, [tool, *(tools or ())], strict=None, **shown, **options)
+        parser = (
+            PydanticToolsParser(tools=[schema], first_tool_only=True)
+            if is_class
+            else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+        )
+    else:
+        wanted: dict[str, Any] = {"type": "json_object"}
+        if method == "json_schema":
+            wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": json_schema(schema, strict)}}
+        bound = {"response_format": wanted, **shown, **options}
+        llm = bind_tools(chat, tools, strict, **bound) if tools else chat.bind(**bound)
+        parser = _PydanticAnswer(pydantic_object=schema) if is_class else _JsonAnswer()
+    if not include_raw:
+        return llm | parser
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
+    """The JSON schema of a Pydantic class, a TypedDict, a function or one that is a dict already."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
+        return schema.model_json_schema()  # with its $defs: a schema may refer to itself
+    if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:
+        return dict(schema)
+    return convert_to_json_schema(_named(schema), strict=strict)
+
+
+def _named(schema: Any) -> Any:
+    """A JSON schema with the title that LangChain asks for, though it says nothing; other schemas as they are."""
+    if isinstance(schema, Mapping) and not {"function", "title", "name"} & set(schema):
+        return {"title": "answer", **schema}
+    return schema
+
+
+class _JsonAnswer(JsonOutputParser):
+    """JSON, and all of it: LangChain's own parser completes an answer that was cut. None where a tool was called."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+
+
+class _PydanticAnswer(PydanticOutputParser[Any]):
+    """The same for a Pydantic class."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+
+
+def _is_whole(result: Sequence[Generation]) -> bool:
+    """Whether there is JSON to parse, or a call instead. Raises OutputParserException for an answer that was cut."""
+    text, answer = result[0].text, result[0]
+    if not text and isinstance(answer, ChatGeneration) and getattr(answer.message, "tool_calls", None):
+        return False
+    try:
+        json.loads(text)
+    except ValueError as error:
+        said = f"the answer is no JSON ({error}); raise max_tokens if it was cut, and leave out stop strings"
+        raise OutputParserException(said, llm_output=text) from error
+    return True
+
+
+def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
+    """Content and calls of an AIMessage, from an answer as `form` shows calls; a call that was cut is invalid."""
+    said, found = read_answer(text, form)
+    calls: list[ToolCall] = []
+    invalid: list[InvalidToolCall] = []
+    for id, name, arguments in found:
+        try:
+            calls.append(ToolCall(name=name, args=json.loads(arguments), id=id, type="tool_call"))
+        except ValueError as error:
+            why = f"the arguments are no JSON ({error}); raise max_tokens if the answer was cut"
+            invalid.append(InvalidToolCall(name=name, args=arguments, id=id, error=why, type="invalid_tool_call"))
+    return {"content": said, "tool_calls": calls, "invalid_tool_calls": invalid}
+
+
+def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
+    """An answer's pieces as chunks of text and of calls."""
+    for piece in pieces:
+        for found in reader.push(piece):
+            if isinstance(found, str):
+                yield AIMessageChunk(content=found)
+                continue
+            call = ToolCallChunk(
+                name=found.name,
+                args=found.arguments,
+                id=new_id() if found.name is not None else None,
+                index=found.number,
+                type="tool_call_chunk",
+            )
+            yield AIMessageChunk(content="", tool_call_chunks=[call])
+    rest = reader.flush()
+    if rest:
+        yield AIMessageChunk(content=rest)

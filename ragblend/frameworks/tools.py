@@ -1,0 +1,111 @@
+"""Tools and schemas in a call of a framework's model: which tools, what the answer is held to, how it is read.
+
+`prepared` turns a conversation with tools into messages, `held` what a call asks for into `structured_outputs`. Both
+frameworks' models use them where a call has tools or a schema, and only there. Knows no framework.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from ragblend.errors import UsageError
+from ragblend.prompt.prompt import Message, Part
+from ragblend.prompt.segmenter import Segmenter
+from ragblend.prompt.tools import CallFormat, check_tools, read_calls, structural_tag, tool_names
+
+if TYPE_CHECKING:
+    from ragblend.frameworks.model import CallOptions, Turn
+
+
+def held(options: CallOptions, segmenter: Segmenter) -> Mapping[str, Any] | None:
+    """`structured_outputs` of a call, from its tools, its response_format and what it names itself.
+
+    Raises UsageError where they exclude each other.
+    """
+    asked = _formatted(options.response_format) if options.response_format else options.structured_outputs
+    if options.response_format and options.structured_outputs:
+        raise UsageError("the call has response_format and structured_outputs; leave one of them out")
+    choice = tool_choice(options)
+    if choice == "none":
+        return asked
+    if asked is not None and "json" not in asked:
+        raise UsageError(
+            f"the call has tools and {next(iter(asked))}; leave one out, or bind_tools(..., tool_choice='none')"
+        )
+    # Where a call is demanded, only the model itself ends them, and a small one repeats itself: one, unless asked.
+    parallel = choice == "auto" if options.parallel_tool_calls is None else options.parallel_tool_calls
+    schema = asked["json"] if asked is not None else None
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    return structural_tag(segmenter.calls, options.tools, choice, parallel, schema)
+
+
+def tool_choice(options: CallOptions) -> str:
+    """ "none", "auto", "required" or the name of a tool, whichever way a framework says it.
+
+    Raises UsageError for tools that are no functions, and for a choice that is none of them.
+    """
+    check_tools(options.tools)
+    asked, names = options.tool_choice, tool_names(options.tools)
+    if isinstance(asked, Mapping):
+        function = asked.get("function")
+        asked = function.get("name") if isinstance(function, Mapping) else asked.get("name", asked.get("type"))
+    if asked == "none" or (not names and asked in (None, False, "auto")):
+        return "none"
+    if not names:
+        raise UsageError(f"tool_choice is {asked!r}, and the call has no tools; bind_tools([...]) gives them")
+    choice = {None: "auto", False: "auto", True: "required", "any": "required"}.get(asked, asked)
+    if choice not in ("auto", "required", *names):
+        raise UsageError(f"tool_choice is {asked!r}; choose auto, any, required, none or one of {', '.join(names)}")
+    return str(choice)
+
+
+def calls_may_come(options: CallOptions) -> bool:
+    """Whether the answer is to be read for calls."""
+    return bool(options.tools) and tool_choice(options) != "none"
+
+
+def prepared(turns: Sequence[Turn], parts: Iterable[tuple[Part, ...]]) -> list[Message]:
+    """The messages of a conversation with tools: calls and what they returned stay where they are. Empty turns are
+    dropped, and neighbours of one role merged, tools' apart."""
+    messages: list[Message] = []
+    for turn, said in zip(turns, parts, strict=True):
+        if not said and not turn.calls and turn.role != "tool":
+            continue
+        message = Message(turn.role, said, turn.calls, turn.call_id, turn.name)
+        last = messages[-1] if messages else None
+        if last is not None and last.role == turn.role != "tool" and not last.calls:
+            joined = (*last.parts, *(["\n\n"] if last.parts and said else []), *said)
+            messages[-1] = Message(turn.role, joined, turn.calls)
+        else:
+            messages.append(message)
+    return messages
+
+
+def read_answer(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
+    """An answer's text, and its calls as ids, names and arguments (JSON, unless the answer was cut)."""
+    said, calls = read_calls(text, form)
+    return said, [(new_id(), name, arguments) for name, arguments in calls]
+
+
+def new_id() -> str:
+    """The id of a call."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def _formatted(asked: Any) -> Mapping[str, Any] | None:
+    """OpenAI's response_format as `structured_outputs`."""
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    described = asked.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
+        raise UsageError(
+            f"response_format is {str(asked)[:80]!r}; give {{'type': 'json_schema', 'json_schema': {{'name': ..., "
+            "'schema': SCHEMA}}, type 'json_object' or 'text', or use with_structured_output"
+        )
+    return {"json": described["schema"]}

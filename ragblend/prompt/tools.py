@@ -1,0 +1,296 @@
+"""Tools in a prompt and calls in an answer: how a model writes them, what it is held to, and how they are read back.
+
+A `CallFormat` is the text around a call. It is found by having the model's chat template write one
+(`formats.ChatTemplateFormat.call_format`); a model whose template knows no tools is told of them, and of `HERMES`, in
+its system text (`written_out`). Knows texts and JSON. Knows no tokens, no engine and no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ragblend.errors import UsageError
+from ragblend.prompt.prompt import Message, SegmentedPrompt, joined_texts
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+"""What a tool may be called: nothing that could be read as a control token."""
+
+_TOLD = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How calls are written: `opening` CALL (`joint` CALL)* `closing`, a call being `begin` NAME `middle` JSON `end`.
+
+    `joint` None: never more than one.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    joint: str | None = "\n"
+    opening: str = ""
+    closing: str = ""
+
+    def shown_by(self, show: Callable[[str], str]) -> CallFormat:
+        """The same as an answer's text has it: `show` drops the control tokens that are no text."""
+        parts = {name: show(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
+        return replace(self, **parts, joint=None if self.joint is None else show(self.joint))
+
+    def write(self, calls: Iterable[Any]) -> str:
+        """ToolCalls as the model would have written them."""
+        texts = (f"{self.begin}{call.name}{self.middle}{call.arguments}{self.end}" for call in calls)
+        return self.opening + (self.joint or "").join(texts) + self.closing
+
+
+HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+"""What most templates that know tools write, and what a model is told whose template knows none."""
+
+
+def found_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
+    """The format in which a template wrote one call, and two, with these `names` and `slots` for arguments.
+
+    >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
+    >>> two = "[CALLS] [{'name': 'add', 'args': X}, {'name': 'sub', 'args': Y}]"
+    >>> found_format(one, two, ("add", "sub"), "XY")
+    CallFormat(begin="{'name': '", middle="', 'args': ", end='}', joint=', ', opening='[CALLS] [', closing=']')
+    """
+    first = re.fullmatch(rf"(.*?){names[0]}(.*?){slots[0]}(.*)", one, re.DOTALL)
+    if first is None:
+        return None
+    lead, middle, tail = first.groups()
+    if two is None:
+        return CallFormat(lead, middle, tail, None)
+    pattern = map(re.escape, (lead + names[0] + middle + slots[0], names[1] + middle + slots[1] + tail))
+    both = re.fullmatch("(.*)".join(pattern), two, re.DOTALL)
+    if both is None:
+        return None
+    between = both[1]
+    begin = _common_start(lead[::-1], between[::-1])[::-1]
+    end = _common_start(tail, between[: len(between) - len(begin)])
+    joint = between[len(end) : len(between) - len(begin)]
+    return CallFormat(begin, middle, end, joint, lead[: len(lead) - len(begin)], tail[len(end) :])
+
+
+def _common_start(first: str, second: str) -> str:
+    size = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    return first[:size]
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError for tools that are not described as OpenAI describes a function."""
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not NAME.fullmatch(str(function.get("name", ""))):
+            raise UsageError(
+                f"the tool {str(tool)[:80]!r} is no function with a name of letters, digits and _.:-; describe it as "
+                "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': SCHEMA}}"
+            )
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Their names, in order."""
+    return [tool["function"]["name"] for tool in tools]
+
+
+def written_out(prompt: SegmentedPrompt) -> SegmentedPrompt:
+    """`prompt` for a model that knows no tools: they are described in the system text, calls and what they returned are
+    text of the turns. Turns of one role that meet by that are one."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in prompt.tools)
+    messages = list(prompt.messages)
+    said = messages.pop(0).parts if messages[0].role == "system" else ()
+    told = (*said, *(["\n\n"] if said else []), _TOLD.format(tools=lines))
+    merged: list[Message] = [Message("system", tuple(joined_texts(told)))]
+    for message in messages:
+        role, parts = message.role, message.parts
+        if message.calls:
+            parts = (*parts, *(["\n"] if parts else []), HERMES.write(message.calls))
+        if role == "tool":
+            role, parts = "user", ("<tool_response>\n", *parts, "\n</tool_response>")
+        if merged[-1].role == role:
+            parts = (*merged.pop().parts, "\n", *parts)
+        merged.append(Message(role, tuple(joined_texts(parts))))
+    return SegmentedPrompt.from_messages(merged)
+
+
+# --- what an answer is held to ---
+
+
+def structural_tag(
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parallel: bool = True,
+    schema: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`structured_outputs` that hold an answer to calls of `tools`, in vLLM's and xgrammar's words.
+
+    `choice`: "auto" leaves it to the model to write text instead, or where there is one what `schema` asks for;
+    "required" demands a call, a tool's name one of that tool.
+    """
+    tags = [
+        {
+            "type": "tag",
+            "begin": f"{form.begin}{tool['function']['name']}{form.middle}",
+            "content": {"type": "json_schema", "json_schema": tool["function"].get("parameters") or _NO_PARAMETERS},
+            "end": form.end,
+        }
+        for tool in tools
+        if choice in ("auto", "required", tool["function"]["name"])
+    ]
+    only_one = not parallel or form.joint is None or choice not in ("auto", "required")
+    calls: dict[str, Any] = (
+        tags[0]
+        if len(tags) == 1 and only_one
+        else {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": form.joint or "",
+            "at_least_one": True,
+            "stop_after_first": only_one,
+        }
+    )
+    if form.opening or form.closing:
+        calls = {"type": "tag", "begin": form.opening, "content": calls, "end": form.closing}
+    if choice == "auto" and schema is not None:
+        calls = {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, calls]}
+    elif choice == "auto":
+        begins = [calls] if form.opening else tags
+        trigger = _TRIGGER.match(form.opening or form.begin)
+        calls = {
+            "type": "triggered_tags",
+            "triggers": [trigger.group() if trigger else form.opening or form.begin],
+            "tags": begins,
+            "at_least_one": False,
+            "stop_after_first": only_one,
+        }
+    return {"structural_tag": {"type": "structural_tag", "format": calls}}
+
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_TRIGGER = re.compile(r"\s*(?:<[^<>\n]+>|\[[A-Z_]+\])")  # what stands for nothing but a call
+
+
+# --- what an answer says ---
+
+
+class CallPiece(NamedTuple):
+    """A piece of a call as it is written: the first one of each call has its `name`, the others more `arguments`."""
+
+    number: int  # of the call
+    name: str | None
+    arguments: str
+
+
+class CallReader:
+    """Reads text and calls out of an answer as it comes. `form` is as the answer shows it (`CallFormat.shown_by`).
+
+    >>> reader = CallReader(HERMES)
+    >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']
+    >>> [found for piece in pieces for found in reader.push(piece)]
+    ['Well.\\n', CallPiece(number=0, name='add', arguments=''), CallPiece(number=0, name=None, arguments='{"a": "}"}')]
+    """
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form = form
+        self._step: Callable[[], str | CallPiece | None] = self._text
+        self._held = ""
+        self._number = -1
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def push(self, text: str) -> Iterator[str | CallPiece]:
+        """What `text` adds: text outside of calls, and pieces of calls."""
+        self._held += text
+        while True:
+            before = (self._step, self._held)
+            piece = self._step()
+            if piece:
+                yield piece
+            if (self._step, self._held) == before:
+                return
+
+    def flush(self) -> str:
+        """Text that was held back because it could have become a call; what a call lacks is not text."""
+        return self._held if self._step == self._text else ""
+
+    def _text(self) -> str | None:
+        start = self._form.opening + self._form.begin
+        place = self._held.find(start)
+        if place < 0:
+            keep = next(
+                (n for n in range(min(len(start) - 1, len(self._held)), 0, -1) if start.startswith(self._held[-n:])), 0
+            )
+            place, size = len(self._held) - keep, 0
+        else:
+            size, self._step = len(start), self._name
+        shown, self._held = self._held[:place], self._held[place + size :]
+        return shown
+
+    def _name(self) -> CallPiece | None:
+        name, found, rest = self._held.partition(self._form.middle)
+        if not found:
+            return None
+        self._held, self._step, self._number = rest, self._arguments, self._number + 1
+        return CallPiece(self._number, name, "")
+
+    def _arguments(self) -> CallPiece | None:
+        """JSON up to where its brackets are closed again."""
+        end = len(self._held)
+        for place, letter in enumerate(self._held):
+            if self._quoted:
+                self._quoted = letter != '"' or self._escaped
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._quoted = True
+            else:
+                self._depth += (letter in "{[") - (letter in "}]")
+                if not self._depth:
+                    self._step, end = self._end, place + 1
+                    break
+        taken, self._held = self._held[:end], self._held[end:]
+        return CallPiece(self._number, None, taken) if taken else None
+
+    def _end(self) -> None:
+        if len(self._held) >= len(self._form.end):
+            self._held, self._step = self._held.removeprefix(self._form.end), self._behind
+
+    def _behind(self) -> None:
+        """Another call, or the end of them."""
+        another, closing = (self._form.joint or "") + self._form.begin, self._form.closing
+        if self._form.joint is not None and self._held.startswith(another):
+            self._held, self._step = self._held[len(another) :], self._name
+        elif not another.startswith(self._held) and not (
+            closing and closing.startswith(self._held) and self._held != closing
+        ):
+            self._held, self._step = self._held.removeprefix(closing), self._text
+
+
+def read_calls(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str]]]:
+    """An answer's text, and its calls as names and arguments."""
+    reader, said, calls = CallReader(form), "", list[tuple[str, str]]()
+    for piece in reader.push(text):
+        if isinstance(piece, str):
+            said += piece
+        elif piece.name is not None:
+            calls.append((piece.name, ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return said + reader.flush(), calls

@@ -1,0 +1,221 @@
+"""Schemas and tools on vLLM, in this process and behind HTTP: its structured outputs hold the answer, we read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.llms import MessageRole
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel, Field
+from servers import HttpServer, free_port
+
+from ragblend import load_engine
+from ragblend.errors import RagblendError
+from ragblend.llamaindex import BlendLLM
+from ragblend.llm import ChatBlend
+from ragblend.precompute import precompute_documents
+
+A, B = (
+    "George Keller lives in Kinport. Julia Bishop works for Synon.",
+    "The company has its main office in Wesstad. The firm sells knives.",
+)
+COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}  # the demo model gets lost in blank lines
+SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "structured_outputs_config": COMPACT}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["town", "firm"]},
+        "place": {
+            "type": "object",
+            "properties": {"known": {"type": "boolean"}, "name": {"type": "string", "maxLength": 8}},
+            "required": ["known", "name"],
+            "additionalProperties": False,
+        },
+        "marks": {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 3},
+    },
+    "required": ["kind", "place", "marks"],
+    "additionalProperties": False,
+}
+
+
+class Found(BaseModel):
+    """What was found."""
+
+    kind: Literal["town", "firm"]
+    name: Annotated[str, Field(max_length=8)]
+
+
+@tool
+def look_up(who: Literal["George Keller", "Julia Bishop"]) -> str:
+    """Where somebody lives."""
+    return "Kinport"
+
+
+@tool
+def ring() -> str:
+    """Ring the bell."""
+    return "rang"
+
+
+# LlamaIndex reads annotations as they are, so these are given as values.
+def search_documents(about: str) -> str:
+    """Search the documents."""
+    return f"{A}\n\n{B}"
+
+
+def live(who: str) -> str:
+    """Where somebody lives."""
+    return "Kinport"
+
+
+search_documents.__annotations__ = {"about": Literal["people", "firms"], "return": str}
+live.__annotations__ = {"who": Literal["George Keller", "Julia Bishop"], "return": str}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home = tmp_path_factory.mktemp("serve")
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    port = free_port()
+    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
+    command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--structured-outputs-config", json.dumps(COMPACT)]
+    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
+    server = HttpServer(
+        command,
+        f"http://127.0.0.1:{port}",
+        home,
+        {name: value for name, value in os.environ.items() if name not in left_out} | own,
+    )
+    try:
+        server.wait()
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module", params=["server", "process"])
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatBlend]:
+    store: Path = tmp_path_factory.mktemp("own") / "kv"
+    options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES}
+    if request.param == "server":
+        options = {"backend": request.getfixturevalue("url")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with load_engine("demo", store, on_miss="inline", **options) as engine:
+            precompute_documents([A, B], engine)
+            yield ChatBlend(engine=engine, max_tokens=200)
+
+
+def test_a_schema_is_kept_over_blended_chunks(chat: ChatBlend) -> None:
+    held = chat.with_structured_output(SCHEMA, include_raw=True)
+    found = held.invoke(f"{A}\n\n{B}\n\nWhere does George Keller live?")
+    jsonschema.validate(found["parsed"], SCHEMA)
+    report = found["raw"].response_metadata["ragblend"]
+    assert (report["num_chunk_hits"], report["mode"]) == (2, "blend")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_pydantic_class_comes_back(chat: ChatBlend, method: str) -> None:
+    assert isinstance(chat.with_structured_output(Found, method=method).invoke("Where is the firm?"), Found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "valid"),
+    [
+        ({"regex": "[a-z]{3}-[0-9]{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"grammar": 'root ::= "lamp" | "boat"'}, lambda text: text in ("lamp", "boat")),
+        ({"json": SCHEMA}, lambda text: json.loads(text)["kind"] in ("town", "firm")),
+    ],
+)
+def test_every_kind_is_vllms_own(chat: ChatBlend, asked: dict[str, Any], valid: Any) -> None:
+    assert valid(chat.invoke("What?", structured_outputs=asked).content)
+
+
+@pytest.mark.parametrize("choice", ["any", "look_up", "ring"])
+def test_a_demanded_call_comes(chat: ChatBlend, choice: str) -> None:
+    bound = chat.bind_tools([look_up, ring], tool_choice=choice)
+    message = bound.invoke(f"{A}\n\nWhere does she live?")
+    (call,) = message.tool_calls
+    assert choice in ("any", call["name"])
+    assert {"look_up": look_up, "ring": ring}[call["name"]].invoke(call).tool_call_id == call["id"]
+    pieces = list(bound.stream(f"{A}\n\nWhere does she live?"))
+    summed = pieces[0]
+    for piece in pieces[1:]:
+        summed += piece
+    assert [(each["name"], each["args"]) for each in summed.tool_calls] == [(call["name"], call["args"])]
+
+
+def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBlend) -> None:
+    history = [
+        HumanMessage("Where does George Keller live?"),
+        AIMessage("", tool_calls=[{"name": "look_up", "args": {"who": "George Keller"}, "id": "c1"}]),
+        ToolMessage(A, tool_call_id="c1", name="look_up"),
+    ]
+    message = chat.bind_tools([look_up]).invoke(history, max_tokens=16)
+    assert message.response_metadata["ragblend"]["num_chunk_hits"] == 1
+    assert message.content or message.tool_calls
+
+
+PLAN = ("search", "look_up", "none")  # the demo model knows no tools: what is next is said, as users do it
+
+
+def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat: ChatBlend) -> None:
+    @tool(response_format="content_and_artifact")
+    def search(about: Literal["people", "firms"]) -> tuple[str, list[Document]]:
+        """Search the documents."""
+        return f"{A}\n\n{B}", [Document(A), Document(B)]
+
+    @wrap_model_call
+    def demanded(request: Any, handler: Any) -> Any:
+        turns = sum(isinstance(message, AIMessage) for message in request.messages)
+        return handler(request.override(tool_choice=PLAN[turns], model_settings={"max_tokens": 60}))
+
+    agent: Any = create_agent(chat, [search, look_up], middleware=[demanded])
+    messages = agent.invoke({"messages": [("user", "Where does George Keller live?")]})["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai", "tool", "ai"]
+    assert [message.name for message in messages if message.type == "tool"] == ["search", "look_up"]
+    reports = [message.response_metadata["ragblend"] for message in messages if message.type == "ai"]
+    assert [report["num_chunk_hits"] for report in reports] == [0, 2, 2]
+    assert reports[-1]["num_reused_tokens"] > 0
+
+
+class Demanding(BlendLLM):
+    """LlamaIndex has no middleware: what is next is said where its agents prepare a call."""
+
+    def _prepare_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> dict[str, Any]:
+        num_results = sum(message.role == MessageRole.TOOL for message in chat_history or [])
+        asked = super()._prepare_chat_with_tools(tools, chat_history=chat_history, **kwargs)
+        return {**asked, "tool_choice": PLAN[num_results], "max_tokens": 60}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_function_agent_does_it_too(chat: ChatBlend, streaming: bool) -> None:
+    tools = [
+        FunctionTool.from_defaults(each, name=name) for each, name in zip((search_documents, live), PLAN, strict=False)
+    ]
+    llm = Demanding(engine=chat.engine)
+    answer = await FunctionAgent(tools=tools, llm=llm, streaming=streaming).run("Where does George Keller live?")
+    assert [call.tool_name for call in answer.tool_calls] == ["search", "look_up"]
+    assert answer.raw["ragblend"]["num_chunk_hits"] == 2
+
+
+def test_what_vllm_cannot_follow_it_says(chat: ChatBlend) -> None:
+    with pytest.raises(RagblendError, match=r"(refuses the request|Grammar error|egex)"):
+        chat.invoke("What?", structured_outputs={"regex": "("})
+    assert chat.invoke("What?", max_tokens=2).content is not None

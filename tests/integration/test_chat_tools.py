@@ -1,0 +1,388 @@
+"""Tools and schemas through LangChain, on a random model: it knows nothing, and all it writes is valid.
+
+The model is a real one on the real engine; what it says is noise, so every test is of form, boundaries and plumbing.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import jsonschema
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
+from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from ragblend import open_index
+from ragblend.chains import BlendRetriever
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.api import Engine
+from ragblend.errors import UsageError
+from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.prompt.prompt import Chunk
+
+Short = Annotated[str, Field(max_length=12)]
+
+
+class Lamp(Enum):
+    OIL = "oil"
+    GAS = "gas"
+
+
+class Room(BaseModel):
+    floor: int = Field(ge=0, le=99)
+    lamps: list[Lamp] = Field(max_length=3)
+
+
+class Tower(BaseModel):
+    """A lighthouse."""
+
+    name: Short
+    lit: bool
+    rooms: list[Room] = Field(max_length=2)
+    keeper: Short | None = None
+
+
+class Branch(BaseModel):
+    size: int = Field(ge=0, le=9)
+    left: Branch | None
+
+
+class TowerDict(TypedDict):
+    """A lighthouse."""
+
+    kind: Literal["round", "square"]
+    steps: Annotated[bool, ..., "Whether it has steps"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["round", "square"]}, "old": {"type": "boolean"}},
+    "required": ["kind", "old"],
+}
+
+
+@tool
+def fill(litres: Annotated[int, Field(ge=0, le=99)], oil: Literal["whale", "rape"]) -> str:
+    """Fill the lamp with oil."""
+    return f"filled {litres} of {oil}"
+
+
+@tool
+def ring() -> str:
+    """Ring the bell."""
+    return "rang"
+
+
+@pytest.fixture
+def chat(chat_engine: Engine) -> ChatBlend:
+    return ChatBlend(engine=chat_engine, max_tokens=600)
+
+
+# --- schemas ---
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("schema", [Tower, Branch])
+def test_a_pydantic_class_comes_back_as_one(chat: ChatBlend, schema: Any, method: str) -> None:
+    for seed in range(4):
+        held = chat.with_structured_output(schema, method=method)
+        found = held.bind(temperature=1.0, seed=seed).invoke("Which tower?")
+        assert isinstance(found, schema)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_a_typed_dict_and_a_json_schema_come_back_as_dicts(chat: ChatBlend, method: Any, strict: bool | None) -> None:
+    found = chat.with_structured_output(TowerDict, method=method, strict=strict).invoke("Which?")
+    assert set(found) == {"kind", "steps"}
+    assert found["kind"] in ("round", "square")
+    titled = {"title": "tower", "description": "A tower.", **SCHEMA}
+    jsonschema.validate(chat.with_structured_output(titled, method=method, strict=strict).invoke("Which?"), SCHEMA)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_schema_needs_no_title(chat: ChatBlend, method: str) -> None:
+    jsonschema.validate(chat.with_structured_output(SCHEMA, method=method).invoke("Which?"), SCHEMA)
+
+
+def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat: ChatBlend) -> None:
+    tree = {
+        "title": "tree",
+        "type": "object",
+        "properties": {"größe": {"enum": ["schön", "日本", "🙂"]}, "ast": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["größe", "ast"],
+    }
+    jsonschema.validate(chat.with_structured_output(tree).invoke("Which?", temperature=1.0, seed=1), tree)
+
+
+async def test_schemas_stream_batch_and_await(chat: ChatBlend) -> None:
+    held = chat.with_structured_output(SCHEMA)
+    whole = held.invoke("Which?")
+    assert list(held.stream("Which?"))[-1] == whole
+    assert [each async for each in held.astream("Which?")][-1] == whole
+    assert await held.ainvoke("Which?") == whole
+    assert held.batch(["Which?", "Which?"]) == [whole, whole]
+
+
+def test_raw_answers_come_with_what_was_parsed_or_why_not(chat: ChatBlend) -> None:
+    for method in ("json_schema", "function_calling"):
+        held = chat.with_structured_output(Tower, method=method, include_raw=True)
+        found = held.invoke("Which tower?")
+        assert isinstance(found["raw"], AIMessage)
+        assert isinstance(found["parsed"], Tower)
+        assert found["parsing_error"] is None
+    short = ChatBlend(engine=chat.engine, max_tokens=3)
+    cut = short.with_structured_output(Tower, include_raw=True).invoke("Which tower?")
+    assert cut["raw"].response_metadata["finish_reason"] == "length"
+    assert cut["parsed"] is None
+    assert isinstance(cut["parsing_error"], OutputParserException)
+
+
+class Named(BaseModel):
+    name: Short
+
+
+@pytest.mark.parametrize(
+    ("schema", "cut"),
+    [(Named, {"max_tokens": 8}), (Named, {"stop": ['"}']}), (SCHEMA, {"max_tokens": 8}), (SCHEMA, {"stop": ["old"]})],
+)
+def test_a_part_of_an_answer_is_not_taken_for_all_of_it(chat: ChatBlend, schema: Any, cut: dict[str, Any]) -> None:
+    with pytest.raises(OutputParserException, match=r"is no JSON .* raise max_tokens .* leave out stop strings"):
+        chat.with_structured_output(schema).invoke("Which?", **cut)
+
+
+def test_a_streamed_answer_grows_and_is_whole_in_the_end(chat: ChatBlend) -> None:
+    made = list(chat.with_structured_output(Named).stream("Which?"))
+    assert made[-1] == chat.with_structured_output(Named).invoke("Which?")
+    grown = list(chat.with_structured_output(SCHEMA).stream("Which?"))
+    assert [set(each) for each in grown][-1] == {"kind", "old"}
+    assert len(grown) > 1
+
+
+def test_a_called_tool_leaves_nothing_to_parse(chat: ChatBlend) -> None:
+    for schema in (Tower, SCHEMA):
+        held = chat.with_structured_output(schema, tools=[ring], tool_choice="ring", include_raw=True)
+        found = held.invoke("Which?")
+        assert [call["name"] for call in found["raw"].tool_calls] == ["ring"]
+        assert (found["parsed"], found["parsing_error"]) == (None, None)
+
+
+def test_json_mode_is_any_object(chat: ChatBlend) -> None:
+    held = chat.with_structured_output(None, method="json_mode", include_raw=True)
+    assert held.invoke("Which?", max_tokens=60)["raw"].content.startswith("{")
+
+
+def test_a_schema_changes_no_character_of_the_prompt(chat: ChatBlend, calls: list[Any]) -> None:
+    chat.invoke("Which tower?", max_tokens=1)
+    chat.with_structured_output(SCHEMA).invoke("Which tower?")
+    assert calls[0].request.prompt == calls[1].request.prompt
+
+
+def test_chunks_are_reused_under_a_schema(chat: ChatBlend, passages: list[str]) -> None:
+    held = chat.with_structured_output(Tower, include_raw=True)
+    found = held.invoke(f"{passages[0]}\n\n{passages[4]}\n\nWhich tower?")
+    assert isinstance(found["parsed"], Tower)
+    report = found["raw"].response_metadata["ragblend"]
+    assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
+
+
+def test_answers_are_held_without_any_framework_words_too(chat: ChatBlend, chat_engine: Engine) -> None:
+    held = {"regex": "[a-z]{4}"}
+    assert chat.invoke("Q", structured_outputs=held).content.isalpha()
+    assert BlendLLM(engine=chat_engine, structured_outputs=held).invoke("Q").isalpha()
+    assert (
+        chat.invoke("Q", response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}).content[0] == "{"
+    )
+
+
+# --- tools ---
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", "required", True, "fill", {"type": "function", "function": {"name": "fill"}}]
+)
+def test_a_demanded_call_comes_and_its_arguments_follow_the_schema(chat: ChatBlend, choice: Any) -> None:
+    message = chat.bind_tools([fill, ring], tool_choice=choice).invoke("Hello!")
+    (call,) = message.tool_calls
+    assert message.content == ""
+    assert message.response_metadata["finish_reason"] == "stop"
+    if choice in ("any", "required", True):
+        assert call["name"] in ("fill", "ring")
+    else:
+        assert call["name"] == "fill"
+    assert {"fill": fill, "ring": ring}[call["name"]].invoke(call).tool_call_id == call["id"]
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_nothing_is_called_where_nothing_need_be(chat: ChatBlend, choice: Any) -> None:
+    message = chat.bind_tools([fill, ring], tool_choice=choice).invoke("Hello!", max_tokens=20)
+    assert message.tool_calls == []
+    assert message.content
+
+
+def test_several_calls_come_where_they_may(chat: ChatBlend) -> None:
+    several = chat.bind_tools([fill, ring], tool_choice="any", parallel_tool_calls=True)
+    numbers = set()
+    for seed in range(6):
+        message = several.invoke("Hello!", temperature=1.0, seed=seed, max_tokens=300)
+        numbers.add(len(message.tool_calls))
+        assert len({call["id"] for call in message.tool_calls}) == len(message.tool_calls)
+        assert all(call["name"] in ("fill", "ring") for call in message.tool_calls)
+    assert max(numbers) > 1
+
+
+async def test_streamed_calls_are_the_ones_of_an_answer_in_one_piece(chat: ChatBlend) -> None:
+    bound = chat.bind_tools([fill], tool_choice="any", parallel_tool_calls=True)
+    whole = bound.invoke("Hello!", temperature=1.0, seed=3, max_tokens=300)
+    chunks = list(bound.stream("Hello!", temperature=1.0, seed=3, max_tokens=300))
+    later = [chunk async for chunk in bound.astream("Hello!", temperature=1.0, seed=3, max_tokens=300)]
+    for pieces in (chunks, later):
+        summed = pieces[0]
+        for piece in pieces[1:]:
+            summed += piece
+        assert isinstance(summed, AIMessageChunk)
+        made, wanted = summed.tool_calls[: len(whole.tool_calls)], whole.tool_calls
+        assert [(call["name"], call["args"]) for call in made] == [(call["name"], call["args"]) for call in wanted]
+        assert summed.usage_metadata == whole.usage_metadata
+    assert sum(len(chunk.tool_call_chunks) for chunk in chunks) > len(whole.tool_calls) + 1  # in pieces, as they come
+
+
+def test_a_call_that_was_cut_is_no_call(chat: ChatBlend) -> None:
+    bound = chat.bind_tools([fill], tool_choice="any")
+    whole = bound.invoke("Hello!")
+    assert len(whole.tool_calls) == 1
+    assert whole.usage_metadata is not None
+    end = len(chat.engine.segmenter.text_ids("}}\n</tool_call>")) + 2
+    cut = bound.invoke("Hello!", max_tokens=whole.usage_metadata["output_tokens"] - end)
+    assert (cut.tool_calls, cut.response_metadata["finish_reason"]) == ([], "length")
+    assert cut.invalid_tool_calls[0]["name"] == "fill"
+
+
+def test_a_tool_without_parameters_gets_none(chat: ChatBlend) -> None:
+    assert chat.bind_tools([ring], tool_choice="any").invoke("Hello!").tool_calls[0]["args"] == {}
+
+
+def test_tools_and_a_schema_give_one_or_the_other(chat: ChatBlend) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    for seed in range(4):
+        both = chat.bind_tools([fill], response_format=wanted)
+        message = both.invoke("Hello!", temperature=1.0, seed=seed)
+        if message.tool_calls:
+            assert message.content == ""
+        else:
+            jsonschema.validate(json.loads(message.content), SCHEMA)
+
+
+def test_no_tools_are_none(chat: ChatBlend) -> None:
+    for choice in (None, "auto", "none"):
+        assert chat.bind_tools([], tool_choice=choice).invoke("Hello!", max_tokens=8).tool_calls == []
+
+
+def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(chat: ChatBlend) -> None:
+    @tool
+    def pick(which: set[str]) -> str:
+        """Pick some."""
+        return ""
+
+    with pytest.raises(UsageError, match=r'behind .*pick.*: Unimplemented keys: \["uniqueItems"\]\)'):
+        chat.bind_tools([ring, pick], tool_choice="any").invoke("Hello!")
+
+
+def test_a_format_that_forbids_nothing_is_no_obstacle(chat: ChatBlend) -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "string", "format": "path", "maxLength": 4}}}
+    held = chat.with_structured_output({**schema, "required": ["at"]})
+    assert len(held.invoke("Which?")["at"]) <= 4
+
+
+def test_what_tools_returned_is_read_where_it_stands_and_its_documents_are_chunks(
+    chat: ChatBlend, passages: list[str]
+) -> None:
+    history = [
+        HumanMessage("Who repairs the lamp?"),
+        AIMessage("", tool_calls=[{"name": "fill", "args": {"litres": 3, "oil": "rape"}, "id": "c1"}]),
+        ToolMessage(f"{passages[0]}\n\n{passages[3]}", tool_call_id="c1", name="fill", artifact=[Chunk(passages[3])]),
+    ]
+    message = chat.bind_tools([fill]).invoke(history, max_tokens=4)
+    report = message.response_metadata["ragblend"]
+    assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
+    request = chat._request(history, None, tools=chat.bind_tools([fill]).kwargs["tools"])  # type: ignore[attr-defined]
+    prompt = chat.engine.segmenter.tokenize(request.prompt)
+    text = "".join(chat.engine.segmenter.token_texts(prompt.token_ids))
+    assert text.index("Who repairs") < text.index('"litres": 3, "oil": "rape"') < text.index("1872")
+
+
+def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
+    chat: ChatBlend, passages: list[str], tmp_path: Path
+) -> None:
+    """A random model calls nothing by itself; which tool is next is said by middleware, as users do it."""
+    plan = {0: "search", 1: "fill"}
+
+    @wrap_model_call
+    def demanded(request: Any, handler: Any) -> Any:
+        turns = sum(isinstance(message, AIMessage) for message in request.messages)
+        return handler(request.override(tool_choice=plan.get(turns, "none"), model_settings={"max_tokens": 100}))
+
+    with open_index(tmp_path, HashingEmbedder(), create=True) as index:
+        for number, text in enumerate(passages):
+            index.add_document(f"{number}.txt", "", [Chunk(text, f"{number}.txt")])
+        retriever = BlendRetriever(index=index, k=3)
+
+        @tool(response_format="content_and_artifact")
+        def search(about: Literal["lamp", "boat"]) -> tuple[str, list[Document]]:
+            """Search the documents."""
+            found = retriever.invoke(about)
+            return "\n\n".join(each.page_content for each in found), found
+
+        agent: Any = create_agent(chat, [search, fill], middleware=[demanded])
+        messages = agent.invoke({"messages": [("user", "Who repairs the lamp?")]})["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai", "tool", "ai"]
+    assert [message.name for message in messages if message.type == "tool"] == ["search", "fill"]
+    assert messages[4].content.startswith("filled ")
+    reports = [message.response_metadata["ragblend"] for message in messages if message.type == "ai"]
+    assert [report["num_chunk_hits"] for report in reports] == [0, 3, 3]
+    assert reports[-1]["num_reused_tokens"] > 0
+
+
+@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy, AutoStrategy])
+def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy: Any) -> None:
+    agent: Any = create_agent(chat, [], response_format=strategy(Room))
+    found = agent.invoke({"messages": [("user", "Which room?")]}, {"recursion_limit": 4})["structured_response"]
+    assert isinstance(found, Room)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ({"tools": [], "tool_choice": "any"}, "tool_choice is 'any', and the call has no tools"),
+        ({"tool_choice": "sing"}, "tool_choice is 'sing'; choose auto, any, required, none or one of fill, ring"),
+        ({"structured_outputs": {"regex": "a"}}, "the call has tools and regex"),
+        ({"response_format": {"type": "xml"}}, "response_format is .*'xml'"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}, "leave one of them out"),
+        ({"functions": [{"name": "x"}]}, "describe them as tools"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_in_words(chat: ChatBlend, call: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        chat.bind_tools([fill, ring]).invoke("Q", **call)
+
+
+def test_other_ways_are_named(chat: ChatBlend, chat_engine: Engine) -> None:
+    with pytest.raises(UsageError, match="method is 'magic'; choose one of json_schema, function_calling, json_mode"):
+        chat.with_structured_output(SCHEMA, method="magic")
+    with pytest.raises(UsageError, match="schema is None"):
+        chat.with_structured_output(None)
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).invoke("Q", tools=[{"name": "x"}])
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).with_structured_output(Room)
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).bind_tools([fill])
