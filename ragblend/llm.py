@@ -19,6 +19,7 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
+from ragblend.frameworks.boundaries import is_media
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
 from ragblend.frameworks.tools import calls_may_come
 from ragblend.prompt.prompt import Chunk, ToolCall
@@ -397,7 +398,7 @@ def _turn(message: BaseMessage) -> Turn:
     content = message.content if isinstance(message.content, str) else list(message.content)
     if role == "assistant" and not isinstance(content, str):
         # What a model wrote besides text (tool calls, reasoning) is its own business, not part of the conversation.
-        content = message.text
+        content = [block for block in content if _is_said(block)]
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
     chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
@@ -410,6 +411,12 @@ def _turn(message: BaseMessage) -> Turn:
         getattr(message, "tool_call_id", ""),
         message.name or "",
     )
+
+
+def _is_said(block: str | Mapping[str, Any]) -> bool:
+    """Whether a block of an answer belongs to the conversation: text, and what is then refused by name."""
+    kind = "text" if isinstance(block, str) else str(block.get("type", "text"))
+    return kind.startswith("text") or is_media(kind)
 
 
 def _document_chunk(document: Document | Chunk) -> Chunk:

@@ -289,7 +289,8 @@ class BlendModel(BaseModel):
             options = replace(options, structured_outputs=held(options, self.engine.segmenter), response_format=None)
         if options.tools:
             return self._prepare_with_tools(turns, options)
-        messages = _conversation((turn.role, self._recover(turn, options)) for turn in turns)
+        said = ((turn.role, self._recover(turn, options)) for turn in turns)
+        messages = _conversation(said, self.engine.segmenter.format.merges_turns)
         if not messages:
             raise UsageError("the prompt is empty; give a message with text")
         if raw:
@@ -464,11 +465,12 @@ def _text(content: str | Sequence[Block]) -> str:
     )
 
 
-def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[str, list[Part]]]:
-    """Turns a chat template accepts: empty ones dropped, neighbours of one role merged with a blank line between them,
-    and what tools returned put before the question they were called for, where the model expects its documents.
+def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]], merges: bool) -> list[tuple[str, list[Part]]]:
+    """Turns as a model that is told of no tools reads them: empty ones dropped, and what tools returned put before the
+    question they were called for, where the model expects its documents. `merges`: neighbours of one role are one turn,
+    with a blank line between them.
 
-    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))])
+    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))], merges=False)
     [('user', ['It was Ann.', '\\n\\n', 'Who?'])]
     """
     messages: list[tuple[str, list[tuple[Part, ...]]]] = []
@@ -480,9 +482,10 @@ def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[s
             messages[-1][1].insert(num_tools, parts)
             num_tools += 1
             continue
-        num_tools = int(role == "tool")
+        waits = bool(messages) and num_tools == len(messages[-1][1])  # for the question to what tools returned
+        num_tools = num_tools if waits and role == "user" else int(role == "tool")
         role = "user" if role == "tool" else role
-        if messages and messages[-1][0] == role:
+        if messages and messages[-1][0] == role and (merges or waits):
             messages[-1][1].append(parts)
         else:
             messages.append((role, [parts]))
