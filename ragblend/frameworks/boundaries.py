@@ -124,7 +124,7 @@ def _flatten(content: str | Sequence[Block]) -> list[Part]:
 
 def _known_block(block: Block, registry: KnownTexts) -> list[Block]:
     """A block, its text as a chunk if that is known."""
-    text = block.get("text") if isinstance(block, Mapping) and _is_text(block) and not _marks(block) else block
+    text = block.get("text") if isinstance(block, Mapping) and _is_text(block) and _marks(block) is None else block
     core = text.strip() if isinstance(text, str) else ""
     if not isinstance(text, str) or len(core) < SHORT_CHARS or core not in registry:
         return [block]

@@ -91,6 +91,13 @@ def test_what_a_tool_returned_is_found_where_it_stands_too(form: str, engine: Tr
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
 
 
+def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine: TransformersEngine) -> None:
+    blocks_sent = [{**text(A), "extras": {"chunk_id": ""}}, text("Who?")]
+    request = ChatBlend(engine=engine)._request([HumanMessage(blocks_sent)], None)
+    read = engine.segmenter.plain_text(engine.segmenter.tokenize(request.prompt).token_ids)
+    assert f"{A}\n\nWho?" in read
+
+
 def test_the_last_block_of_a_question_is_the_question_even_if_it_was_ingested(engine: TransformersEngine) -> None:
     answer = ChatBlend(engine=engine, max_tokens=1).invoke([HumanMessage([text(A), text("x"), text(B)])])
     assert answer.response_metadata["ragblend"]["num_chunks"] == 1
