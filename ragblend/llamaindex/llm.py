@@ -233,7 +233,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             message = ChatMessage(
                 role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
             )
-            return ChatResponse(message=message, raw=_facts(result))
+            facts = _facts(result)
+            return ChatResponse(message=message, raw=facts, additional_kwargs=facts["usage"])
         return _as_chat(_completion(self, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
@@ -316,7 +317,8 @@ def _facts(result: Generation) -> dict[str, Any]:
 
 def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
     facts = _facts(result)
-    response = CompletionResponse(text=result.text, raw=facts)
+    # LlamaIndex's counters and users look for tokens there.
+    response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
     if result.logprobs is not None:
         facts["logprobs"] = found = model._logprobs(result)
         names = ("token", "logprob", "bytes")
@@ -329,4 +331,10 @@ def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role=MessageRole.ASSISTANT, content=response.text)
-    return ChatResponse(message=message, delta=response.delta, raw=response.raw, logprobs=response.logprobs)
+    return ChatResponse(
+        message=message,
+        delta=response.delta,
+        raw=response.raw,
+        logprobs=response.logprobs,
+        additional_kwargs=response.additional_kwargs,
+    )
