@@ -357,7 +357,9 @@ class DeclaredFormat(PromptFormat):
                 elif index in is_text:
                     yield Template(before if index == framed else "")
                     yield lead(part)
-                    yield Template(after if index == framed else "")
+                # A question's frame ends with its turn, so that an answer follows chunks behind the question, too.
+                closes = framed if message.role == "system" else len(message.parts) - 1
+                yield Template(after if texts and index == closes else "")
 
     def _frame(self, role: str) -> tuple[str, str]:
         if role == "system":

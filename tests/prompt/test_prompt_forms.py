@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import prompt_format
+from ragblend.prompt.formats import DeclaredFormat, prompt_format
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -167,3 +167,17 @@ def test_a_chunk_that_was_handed_over_is_set_apart_from_what_stands_before_it(
     ids = Segmenter(tokenizer, prompt_format(tokenizer)).tokenize(SegmentedPrompt.from_messages([("user", parts)]))
     texts = [part if isinstance(part, str) else part.text for part in parts]
     assert "\n\n".join(texts) in tokenizer.decode(ids.token_ids, skip_special_tokens=False)
+
+
+def test_a_declared_frame_ends_with_its_turn_though_chunks_follow_the_question(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    declared = DeclaredFormat("<s>", "{system}", "<doc>", "</s>", " ", "<q>", "<a>", "</s>")
+    own = Segmenter(tokenizer := make_tokenizer(), declared)
+    for parts, text in (
+        (["what?", Chunk("one")], "<q> what?<doc> one</s><a>"),
+        ([Chunk("one"), "what?"], "<doc> one</s><q> what?<a>"),
+        ([Chunk("one")], "<doc> one</s>"),
+    ):
+        ids = own.tokenize(SegmentedPrompt.from_messages([("user", parts)])).token_ids
+        assert tokenizer.decode(ids) == "<s>" + text
