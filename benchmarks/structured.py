@@ -5,15 +5,18 @@
 Prompts are questions over three stored passages of the embedded corpus, blended as they always are; every second answer
 is sampled at temperature 1. The schema has nested objects, enums and arrays, and bounds what would else have no end in
 a small model: strings, numbers, lists. Answers are checked by the package jsonschema, which shares no code with what
-made them. `mask_share` is the time in masks, in forced tokens and in following the grammar, as a share of decoding;
-`same_choice`: how often the token chosen was the likeliest of all, where that one was allowed (greedy answers: always).
-Knows the engine by its guide, which it times. Read `measure` first.
+made them.
+
+Cost, over `--compared` of them: the answer's own tokens are decoded once more, one by one, free and masked in turns.
+`mask_share` is the time in masks and in following the grammar, as a share of the masked decode, `masked_to_free` the
+two side by side. `held_to_free` is the decode that gave the answer, whose forced tokens share a step, beside the free
+one. All are medians over answers. Knows the engine by its guide, which it times. Read `measure` first.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,9 +28,10 @@ import typer
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.bench.common.hardware import card_lines, hardware_card
 from ragblend.demo.corpus import sample_corpus
-from ragblend.engine.generation import GenerationStream
-from ragblend.engine.hf.constrain import CompiledGrammar, TokenGuide
+from ragblend.engine.decoding import Sampler
+from ragblend.engine.generation import GenerationStream, Guide, Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.report import Generation
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -61,46 +65,7 @@ SCHEMA: dict[str, Any] = {
 }
 MAX_TOKENS = 256
 NUM_CHUNKS = 3
-
-
-class TimedGuide(TokenGuide):
-    """A guide that knows how long it took, and how often its mask changed the choice."""
-
-    taken_s = 0.0
-    num_forced = num_allowed = num_same = 0
-
-    def mask(self, logits: Any, greedy: bool = False) -> Any:
-        """Timed."""
-        start_s = perf_counter()
-        masked = super().mask(logits, greedy)
-        self.taken_s += perf_counter() - start_s
-        best = int(logits.argmax())
-        if masked[best] == logits[best]:
-            self.num_allowed += 1
-            self.num_same += int(masked.argmax()) == best
-        return masked
-
-    def follow(self, token: int, room: int) -> list[int]:
-        """Timed."""
-        start_s = perf_counter()
-        tokens = super().follow(token, room)
-        self.taken_s += perf_counter() - start_s
-        self.num_forced += len(tokens) - 1
-        return tokens
-
-
-class TimedGrammar(CompiledGrammar):
-    """Hands out timed guides, and keeps them."""
-
-    def __init__(self, grammar: CompiledGrammar) -> None:
-        super().__init__(grammar._tokenizer, grammar._grammar)
-        self._of = grammar
-        self.guides: list[TimedGuide] = []
-
-    def guide(self) -> TimedGuide:
-        """What holds one answer to it."""
-        self.guides.append(TimedGuide(self._of.matcher(), self._tokenizer.vocab_size))
-        return self.guides[-1]
+ROUNDS = 3
 
 
 def prompts(count: int) -> list[SegmentedPrompt]:
@@ -116,59 +81,77 @@ def prompts(count: int) -> list[SegmentedPrompt]:
     ]
 
 
-def measure(model: str, num_answers: int) -> dict[str, Any]:
+def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
     """One row: answers of one model, how many are valid, and what it cost."""
-    valid, finished, rows, compile_s = 0, 0, list[dict[str, float]](), list[float]()
+    answers, costs = list[Generation](), list[dict[str, float]]()
     with load_engine(model, on_miss="inline") as engine:
         asked = prompts(num_answers)
-        for prompt in asked:
-            for chunk in prompt.chunks:
-                engine.precompute(chunk)
-        engine.generate(asked[0], structured_outputs={"json": SCHEMA}, max_tokens=8)  # warm-up: words of the tokenizer
+        for chunk in {chunk for prompt in asked for chunk in prompt.chunks}:
+            engine.precompute(chunk)
+        # Warm-up: the tokenizer's words, the grammar and what is learnt of it.
+        engine.generate(asked[0], structured_outputs={"json": SCHEMA}, max_tokens=MAX_TOKENS)
         for number, prompt in enumerate(asked):
-            start_s = perf_counter()
-            grammar = engine._grammars.compile({"json": SCHEMA})
-            compile_s.append(perf_counter() - start_s)
-            answer, row = timed_answer(engine, prompt, TimedGrammar(grammar), number)
-            rows.append(row)
-            finished += answer.finish_reason == "stop"
-            valid += is_valid(answer.text)
-    decode_s, guide_s = sum(row["decode_s"] for row in rows), sum(row["guide_s"] for row in rows)
-    steps = sum(row["num_steps"] for row in rows)
+            request = engine.request(
+                prompt,
+                structured_outputs={"json": SCHEMA},
+                temperature=float(number % 2),
+                seed=number,
+                max_tokens=MAX_TOKENS,
+            )
+            stream = GenerationStream(engine, request)
+            for _ in stream:
+                pass
+            answers.append(stream.result)
+            if number < num_compared:
+                costs.append(compared(engine, request, stream.result))
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
     return {
         "model": Path(model).name,
         "num_answers": num_answers,
-        "num_valid": valid,
-        "num_finished": finished,
-        "mean_tokens": sum(row["num_tokens"] for row in rows) / num_answers,
-        "forced_share": sum(row["num_forced"] for row in rows) / sum(row["num_tokens"] for row in rows),
-        "same_choice_greedy": sum(row["num_same"] for row in rows[::2]) / sum(row["num_allowed"] for row in rows[::2]),
-        "compile_ms": median(compile_s) * 1e3,
-        "guide_us_per_step": guide_s / steps * 1e6,
-        "step_ms": (decode_s - guide_s) / steps * 1e3,
-        "mask_share": guide_s / decode_s,
+        "num_valid": sum(is_valid(answer.text) for answer in answers),
+        "num_finished": sum(answer.finish_reason == "stop" for answer in answers),
+        "mean_tokens": num_tokens / num_answers,
+        "num_compared": num_compared,
+        **{name: median(cost[name] for cost in costs) for name in costs[0]},
     }
 
 
-def timed_answer(
-    engine: TransformersEngine, prompt: SegmentedPrompt, grammar: TimedGrammar, number: int
-) -> tuple[Any, dict[str, float]]:
-    """One answer, and the times and counts of it."""
-    request = engine.request(prompt, temperature=float(number % 2), seed=number, max_tokens=MAX_TOKENS)
-    stream = GenerationStream(engine, replace(request, grammar=grammar))
-    for _ in stream:
-        pass
-    guide, report = grammar.guides[0], stream.result.report
-    num_tokens = len(stream.result.token_ids)
-    return stream.result, {
-        "decode_s": report.decode_s,
-        "guide_s": guide.taken_s,
-        "num_tokens": num_tokens,
-        "num_forced": guide.num_forced,
-        "num_steps": num_tokens - guide.num_forced,
-        "num_allowed": guide.num_allowed,
-        "num_same": guide.num_same,
+def compared(engine: TransformersEngine, request: Request, answer: Generation) -> dict[str, float]:
+    """What the masks of one answer cost, beside a free decode of the same tokens."""
+    assert request.grammar is not None
+    prefilled = engine.prefill(request)
+    num_prompt_tokens, tokens = prefilled.fused.length, answer.token_ids
+    free_s, masked_s, guide_s = list[float](), list[float](), list[float]()
+    for _ in range(ROUNDS):
+        for guide in (None, request.grammar.guide()):
+            prefilled.fused.length = num_prompt_tokens  # the tokens behind it are written over
+            taken_s, in_guide_s = decoded(engine, request, prefilled, tokens, guide)
+            (free_s if guide is None else masked_s).append(taken_s)
+            guide_s += [] if guide is None else [in_guide_s]
+    return {
+        "free_ms_per_token": median(free_s) / len(tokens) * 1e3,
+        "mask_us_per_token": median(guide_s) / len(tokens) * 1e6,
+        "mask_share": median(guide_s) / median(masked_s),
+        "masked_to_free": median(masked_s) / median(free_s),
+        "held_to_free": answer.report.decode_s / median(free_s),
     }
+
+
+def decoded(
+    engine: TransformersEngine, request: Request, prefilled: Prefilled, tokens: Sequence[int], guide: Guide | None
+) -> tuple[float, float]:
+    """Seconds to decode `tokens` behind a prompt one by one, each chosen as ever, and those of them in `guide`."""
+    sampler, logits, in_guide_s = Sampler(request.options), prefilled.logits, 0.0
+    start_s = perf_counter()
+    for token in tokens:
+        if guide is not None:
+            guide_start_s = perf_counter()
+            logits = guide.mask(logits)
+            guide.follow(token, 1)
+            in_guide_s += perf_counter() - guide_start_s
+        sampler.choose(logits)
+        logits = engine.decode_step([token], prefilled.fused)
+    return perf_counter() - start_s, in_guide_s
 
 
 def is_valid(text: str) -> bool:
@@ -182,20 +165,21 @@ def is_valid(text: str) -> bool:
 
 def main(
     model: Annotated[list[str], typer.Option(help="Models, each a row.")],
-    answers: Annotated[int, typer.Option(min=2, help="Answers of each.")] = 200,
+    answers: Annotated[int, typer.Option(min=1, help="Answers of each.")] = 200,
+    compared: Annotated[int, typer.Option(min=1, help="Answers of which the masks' cost is measured.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes; else to stdout.")] = None,
 ) -> None:
     """Measure, print a card, a table and the JSON."""
     card = hardware_card()
     typer.echo("\n".join(card_lines(card)), err=True)
-    typer.echo(f"{'model':<12}{'valid':>10}{'tokens':>8}{'forced':>8}{'step ms':>9}{'masks':>8}", err=True)
+    typer.echo(f"{'model':<12}{'valid':>10}{'tokens':>8}{'free ms':>9}{'masks':>8}{'held':>8}", err=True)
     runs = []
     for each in model:
-        run = measure(each, answers)
+        run = measure(each, answers, min(compared, answers))
         runs.append(run)
         typer.echo(
-            f"{run['model']:<12}{run['num_valid']:>5}/{answers:<4}{run['mean_tokens']:>8.1f}{run['forced_share']:>8.0%}"
-            f"{run['step_ms']:>9.2f}{run['mask_share']:>8.1%}",
+            f"{run['model']:<12}{run['num_valid']:>5}/{answers:<4}{run['mean_tokens']:>8.1f}"
+            f"{run['free_ms_per_token']:>9.2f}{run['mask_share']:>8.1%}{run['held_to_free']:>8.2f}",
             err=True,
         )
     facts = {"schema_version": 1, "command": "benchmarks.structured", "hardware": card, "schema": SCHEMA, "runs": runs}

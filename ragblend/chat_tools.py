@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -66,7 +68,7 @@ def structured(
     shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": said}
     parser: BaseOutputParser[Any] | Runnable[Any, Any]
     if method == "function_calling":
-        tool = convert_to_openai_tool(schema, strict=strict)
+        tool = convert_to_openai_tool(_named(schema), strict=strict)
         name = tool["function"]["name"]
         if is_class and not strict:
             tool["function"]["parameters"] = json_schema(schema)
@@ -83,7 +85,7 @@ def structured(
             wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": json_schema(schema, strict)}}
         bound = {"response_format": wanted, **shown, **options}
         llm = bind_tools(chat, tools, strict, **bound) if tools else chat.bind(**bound)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        parser = _PydanticAnswer(pydantic_object=schema) if is_class else _JsonAnswer()
     if not include_raw:
         return llm | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -95,9 +97,43 @@ def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
     """The JSON schema of a Pydantic class, a TypedDict, a function or one that is a dict already."""
     if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
-    if isinstance(schema, Mapping) and "function" not in schema and "title" not in schema and "name" not in schema:
-        return dict(schema)  # LangChain asks for a title, which says nothing
-    return convert_to_json_schema(schema, strict=strict)
+    if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:
+        return dict(schema)
+    return convert_to_json_schema(_named(schema), strict=strict)
+
+
+def _named(schema: Any) -> Any:
+    """A JSON schema with the title that LangChain asks for, though it says nothing; other schemas as they are."""
+    if isinstance(schema, Mapping) and not {"function", "title", "name"} & set(schema):
+        return {"title": "answer", **schema}
+    return schema
+
+
+class _JsonAnswer(JsonOutputParser):
+    """JSON, and all of it: LangChain's own parser completes an answer that was cut. None where a tool was called."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+
+
+class _PydanticAnswer(PydanticOutputParser[Any]):
+    """The same for a Pydantic class."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        return super().parse_result(result, partial=partial) if partial or _is_whole(result) else None
+
+
+def _is_whole(result: Sequence[Generation]) -> bool:
+    """Whether there is JSON to parse, or a call instead. Raises OutputParserException for an answer that was cut."""
+    text, answer = result[0].text, result[0]
+    if not text and isinstance(answer, ChatGeneration) and getattr(answer.message, "tool_calls", None):
+        return False
+    try:
+        json.loads(text)
+    except ValueError as error:
+        said = f"the answer is no JSON ({error}); raise max_tokens if it was cut, and leave out stop strings"
+        raise OutputParserException(said, llm_output=text) from error
+    return True
 
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from pydantic import ConfigDict
 
@@ -337,6 +337,17 @@ class BlendLLM(_LangChainModel, BaseLLM):
         shared = (*BlendModel.model_fields, "cache", "callbacks", "tags", "verbose")
         return ChatBlend(**{name: getattr(self, name) for name in shared})
 
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it."""
+        raise NotImplementedError(f"tools: {type(self).__name__} writes strings; call them with as_chat()")
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Not on a model of strings: `as_chat()` has it, and `structured_outputs` holds a string to a schema."""
+        raise NotImplementedError(
+            f"{type(self).__name__} writes strings; use as_chat().with_structured_output(...), or the option "
+            "structured_outputs={'json': SCHEMA} for JSON as a string"
+        )
+
     # --- roles: BaseLLM turns every prompt into a string; ours remembers the messages it was made from ---
 
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
@@ -366,7 +377,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
 
     def _request(self, prompt: str, stop: list[str] | None, **call: Any) -> Request:
         if call.get("tools"):
-            raise NotImplementedError(f"tools: {type(self).__name__} writes strings; call them with as_chat()")
+            self.bind_tools(call["tools"])
         if isinstance(prompt, _PromptWithRoles):
             return self._prepare([_turn(message) for message in prompt.messages], stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)

@@ -28,5 +28,5 @@ for requirement in map(Requirement, requires(sys.argv[1]) or ()):
         print(requirement)
 PYTHON
 "${pip[@]}" --requirement "$venv/requirements.txt" --editable '.[langchain,llamaindex,redis]' 'transformers>=5.16.1,<5.20' \
-    'langchain-classic>=1.0,<2' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3'
+    'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3'
 "$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'

@@ -5,6 +5,7 @@ Knows tensors and strings. Knows nothing about models, KV or tokenizers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -114,12 +115,21 @@ class Sampler:
             self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
         return token
 
+    def forced(self, tokens: Sequence[int]) -> None:
+        """Note `tokens` that nothing chose, because nothing else could come: their probability is 1."""
+        for token in tokens:
+            if self._shape is not None:
+                self._shape.push(token)
+            if self.logprobs is not None:
+                self.logprobs.append((token, 0.0, [(token, 0.0)] if self._options.top_logprobs else []))
+
 
 def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, list[tuple[int, float]]]:
-    """Of the chosen token, and of the `num_top` likeliest, by the model's own `logits` [vocabulary]."""
+    """Of the chosen token, and of the `num_top` likeliest that may come, by the model's own `logits` [vocabulary]."""
     found = logits.float().log_softmax(dim=-1)
     values, ids = found.topk(min(num_top, len(found)))
-    return token, float(found[token]), list(zip(ids.tolist(), values.tolist(), strict=True))
+    likeliest = zip(ids.tolist(), values.tolist(), strict=True)
+    return token, float(found[token]), [(other, value) for other, value in likeliest if value > -math.inf]
 
 
 class StopScanner:

@@ -53,8 +53,7 @@ class Guide(Protocol):
 
     ended: bool  # the answer is complete, and nothing may follow
 
-    # [vocabulary], what may not come next at minus infinity; `greedy`: untouched where the likeliest may come
-    def mask(self, logits: Tensor, greedy: bool = False) -> Tensor: ...
+    def mask(self, logits: Tensor) -> Tensor: ...  # [vocabulary], what may not come next at minus infinity
     def follow(self, token: int, room: int) -> list[int]: ...  # it, and up to `room` in all that can only follow it
 
 
@@ -165,9 +164,8 @@ class GenerationStream:
             return
         prefilled = engine.prefill(request)
         sampler = Sampler(request.options, request.prompt.token_ids)
-        greedy = request.options.temperature == 0
         guide = request.grammar.guide() if request.grammar is not None else None
-        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits, greedy))
+        token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits))
         result.report = report = prefilled.report
         report.ttft_s = perf_counter() - self._start_s
         report.prompt_tokens = request.prompt.num_tokens
@@ -183,6 +181,8 @@ class GenerationStream:
                     result.finish_reason = "stop"
                     break
                 tokens = [token] if guide is None else guide.follow(token, limit - len(result.token_ids))
+                if len(tokens) > 1:
+                    sampler.forced(tokens[1:])
                 shown = ""
                 for token in tokens:
                     result.token_ids.append(token)
@@ -199,7 +199,7 @@ class GenerationStream:
                     result.finish_reason = "length"
                     break
                 logits = engine.decode_step(tokens, prefilled.fused)
-                token = sampler.choose(logits if guide is None else guide.mask(logits, greedy))
+                token = sampler.choose(logits if guide is None else guide.mask(logits))
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
                 result.text += rest

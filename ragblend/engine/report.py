@@ -103,7 +103,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of one token of an answer, before penalties, bias and temperature."""
+    """What the model thought of one token of an answer, before penalties, bias and temperature.
+
+    In an answer that is held to a form, of the tokens that may come there; one that had to come is certain.
+    """
 
     token_id: int
     logprob: float

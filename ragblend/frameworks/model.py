@@ -287,7 +287,7 @@ class BlendModel(BaseModel):
         turns = [Turn("user", content)] if isinstance(content, str) else list(content)
         given = tuple(_chunk(segment) for segment in options.segments)
         turns = [replace(turn, chunks=(*turn.chunks, *given)) for turn in turns]
-        if options.tools or options.response_format:
+        if options.tools or options.response_format or options.tool_choice:
             from ragblend.frameworks.tools import held
 
             options = replace(options, structured_outputs=held(options, self.engine.segmenter), response_format=None)

@@ -52,8 +52,10 @@ def tool_choice(options: CallOptions) -> str:
     if isinstance(asked, Mapping):
         function = asked.get("function")
         asked = function.get("name") if isinstance(function, Mapping) else asked.get("name", asked.get("type"))
-    if not names or asked == "none":
+    if asked == "none" or (not names and asked in (None, False, "auto")):
         return "none"
+    if not names:
+        raise UsageError(f"tool_choice is {asked!r}, and the call has no tools; bind_tools([...]) gives them")
     choice = {None: "auto", False: "auto", True: "required", "any": "required"}.get(asked, asked)
     if choice not in ("auto", "required", *names):
         raise UsageError(f"tool_choice is {asked!r}; choose auto, any, required, none or one of {', '.join(names)}")
@@ -104,6 +106,6 @@ def _formatted(asked: Any) -> Mapping[str, Any] | None:
     if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
         raise UsageError(
             f"response_format is {str(asked)[:80]!r}; give {{'type': 'json_schema', 'json_schema': {{'name': ..., "
-            "'schema': SCHEMA}}}, type 'json_object' or 'text', or use with_structured_output"
+            "'schema': SCHEMA}}, type 'json_object' or 'text', or use with_structured_output"
         )
     return {"json": described["schema"]}

@@ -269,6 +269,7 @@ def with_calls(messages: Iterable[Message]) -> tuple[list[tuple[Part, ...]], lis
     """
     contents: list[tuple[Part, ...]] = []
     ids: dict[str, str] = {}
+    names: dict[str, str] = {}  # of the tools that were called, by the call's id
 
     def slot(parts: tuple[Part, ...], kind: str = "SLOT") -> str:
         contents.append(parts)
@@ -289,8 +290,10 @@ def with_calls(messages: Iterable[Message]) -> tuple[list[tuple[Part, ...]], lis
                 }
                 for call in message.calls
             ]
+        names |= {call.id: call.name for call in message.calls}
         if message.role == "tool":
-            turn |= {"tool_call_id": number(message.call_id), "name": message.name}
+            name = message.name or names.get(message.call_id, "")
+            turn |= {"tool_call_id": number(message.call_id), "name": name}
         turns.append(turn)
     return contents, turns
 

@@ -204,6 +204,22 @@ def test_logprobs_are_the_models_own_whatever_is_added_to_its_logits():
     assert [value for _, value in top] == pytest.approx(expected[[1, 2]].tolist())
 
 
+def test_what_may_not_come_is_no_alternative_and_what_had_to_come_is_certain():
+    logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
+    sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=3))
+    assert sampler.choose(logits) == 2
+    sampler.forced([1, 3])
+    chosen, *forced = sampler.logprobs
+    assert [token for token, _ in chosen[2]] == [2, 0]
+    assert forced == [(1, 0.0, [(1, 0.0)]), (3, 0.0, [(3, 0.0)])]
+
+
+def test_penalties_count_what_had_to_come():
+    sampler = Sampler(GenerationOptions(presence_penalty=2.0))
+    sampler.forced([1])
+    assert sampler.choose(torch.tensor([2.0, 3.0, 0.0])) == 0
+
+
 def test_a_bias_on_a_token_that_is_none_is_said():
     with pytest.raises(UsageError, match=r"logit_bias cannot be used"):
         Sampler(GenerationOptions(logit_bias={99: 1.0})).choose(torch.zeros(10))

@@ -11,13 +11,20 @@ from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.llms import MessageRole
+from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 from servers import HttpServer, free_port
 
 from ragblend import load_engine
 from ragblend.errors import RagblendError
+from ragblend.llamaindex import BlendLLM
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
 
@@ -61,6 +68,21 @@ def look_up(who: Literal["George Keller", "Julia Bishop"]) -> str:
 def ring() -> str:
     """Ring the bell."""
     return "rang"
+
+
+# LlamaIndex reads annotations as they are, so these are given as values.
+def search_documents(about: str) -> str:
+    """Search the documents."""
+    return f"{A}\n\n{B}"
+
+
+def live(who: str) -> str:
+    """Where somebody lives."""
+    return "Kinport"
+
+
+search_documents.__annotations__ = {"about": Literal["people", "firms"], "return": str}
+live.__annotations__ = {"who": Literal["George Keller", "Julia Bishop"], "return": str}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +170,49 @@ def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBl
     message = chat.bind_tools([look_up]).invoke(history, max_tokens=16)
     assert message.response_metadata["ragblend"]["num_chunk_hits"] == 1
     assert message.content or message.tool_calls
+
+
+PLAN = ("search", "look_up", "none")  # the demo model knows no tools: what is next is said, as users do it
+
+
+def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat: ChatBlend) -> None:
+    @tool(response_format="content_and_artifact")
+    def search(about: Literal["people", "firms"]) -> tuple[str, list[Document]]:
+        """Search the documents."""
+        return f"{A}\n\n{B}", [Document(A), Document(B)]
+
+    @wrap_model_call
+    def demanded(request: Any, handler: Any) -> Any:
+        turns = sum(isinstance(message, AIMessage) for message in request.messages)
+        return handler(request.override(tool_choice=PLAN[turns], model_settings={"max_tokens": 60}))
+
+    agent: Any = create_agent(chat, [search, look_up], middleware=[demanded])
+    messages = agent.invoke({"messages": [("user", "Where does George Keller live?")]})["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai", "tool", "ai"]
+    assert [message.name for message in messages if message.type == "tool"] == ["search", "look_up"]
+    reports = [message.response_metadata["ragblend"] for message in messages if message.type == "ai"]
+    assert [report["num_chunk_hits"] for report in reports] == [0, 2, 2]
+    assert reports[-1]["num_reused_tokens"] > 0
+
+
+class Demanding(BlendLLM):
+    """LlamaIndex has no middleware: what is next is said where its agents prepare a call."""
+
+    def _prepare_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> dict[str, Any]:
+        num_results = sum(message.role == MessageRole.TOOL for message in chat_history or [])
+        asked = super()._prepare_chat_with_tools(tools, chat_history=chat_history, **kwargs)
+        return {**asked, "tool_choice": PLAN[num_results], "max_tokens": 60}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_function_agent_does_it_too(chat: ChatBlend, streaming: bool) -> None:
+    tools = [
+        FunctionTool.from_defaults(each, name=name) for each, name in zip((search_documents, live), PLAN, strict=False)
+    ]
+    llm = Demanding(engine=chat.engine)
+    answer = await FunctionAgent(tools=tools, llm=llm, streaming=streaming).run("Where does George Keller live?")
+    assert [call.tool_name for call in answer.tool_calls] == ["search", "look_up"]
+    assert answer.raw["ragblend"]["num_chunk_hits"] == 2
 
 
 def test_what_vllm_cannot_follow_it_says(chat: ChatBlend) -> None:

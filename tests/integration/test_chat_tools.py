@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
@@ -108,8 +109,19 @@ def test_a_typed_dict_and_a_json_schema_come_back_as_dicts(chat: ChatBlend, meth
     jsonschema.validate(chat.with_structured_output(titled, method=method, strict=strict).invoke("Which?"), SCHEMA)
 
 
-def test_a_schema_needs_no_title(chat: ChatBlend) -> None:
-    jsonschema.validate(chat.with_structured_output(SCHEMA).invoke("Which?"), SCHEMA)
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_schema_needs_no_title(chat: ChatBlend, method: str) -> None:
+    jsonschema.validate(chat.with_structured_output(SCHEMA, method=method).invoke("Which?"), SCHEMA)
+
+
+def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat: ChatBlend) -> None:
+    tree = {
+        "title": "tree",
+        "type": "object",
+        "properties": {"größe": {"enum": ["schön", "日本", "🙂"]}, "ast": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["größe", "ast"],
+    }
+    jsonschema.validate(chat.with_structured_output(tree).invoke("Which?", temperature=1.0, seed=1), tree)
 
 
 async def test_schemas_stream_batch_and_await(chat: ChatBlend) -> None:
@@ -133,6 +145,35 @@ def test_raw_answers_come_with_what_was_parsed_or_why_not(chat: ChatBlend) -> No
     assert cut["raw"].response_metadata["finish_reason"] == "length"
     assert cut["parsed"] is None
     assert isinstance(cut["parsing_error"], OutputParserException)
+
+
+class Named(BaseModel):
+    name: Short
+
+
+@pytest.mark.parametrize(
+    ("schema", "cut"),
+    [(Named, {"max_tokens": 8}), (Named, {"stop": ['"}']}), (SCHEMA, {"max_tokens": 8}), (SCHEMA, {"stop": ["old"]})],
+)
+def test_a_part_of_an_answer_is_not_taken_for_all_of_it(chat: ChatBlend, schema: Any, cut: dict[str, Any]) -> None:
+    with pytest.raises(OutputParserException, match=r"is no JSON .* raise max_tokens .* leave out stop strings"):
+        chat.with_structured_output(schema).invoke("Which?", **cut)
+
+
+def test_a_streamed_answer_grows_and_is_whole_in_the_end(chat: ChatBlend) -> None:
+    made = list(chat.with_structured_output(Named).stream("Which?"))
+    assert made[-1] == chat.with_structured_output(Named).invoke("Which?")
+    grown = list(chat.with_structured_output(SCHEMA).stream("Which?"))
+    assert [set(each) for each in grown][-1] == {"kind", "old"}
+    assert len(grown) > 1
+
+
+def test_a_called_tool_leaves_nothing_to_parse(chat: ChatBlend) -> None:
+    for schema in (Tower, SCHEMA):
+        held = chat.with_structured_output(schema, tools=[ring], tool_choice="ring", include_raw=True)
+        found = held.invoke("Which?")
+        assert [call["name"] for call in found["raw"].tool_calls] == ["ring"]
+        assert (found["parsed"], found["parsing_error"]) == (None, None)
 
 
 def test_json_mode_is_any_object(chat: ChatBlend) -> None:
@@ -241,6 +282,27 @@ def test_tools_and_a_schema_give_one_or_the_other(chat: ChatBlend) -> None:
             jsonschema.validate(json.loads(message.content), SCHEMA)
 
 
+def test_no_tools_are_none(chat: ChatBlend) -> None:
+    for choice in (None, "auto", "none"):
+        assert chat.bind_tools([], tool_choice=choice).invoke("Hello!", max_tokens=8).tool_calls == []
+
+
+def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(chat: ChatBlend) -> None:
+    @tool
+    def pick(which: set[str]) -> str:
+        """Pick some."""
+        return ""
+
+    with pytest.raises(UsageError, match=r'behind .*pick.*: Unimplemented keys: \["uniqueItems"\]\)'):
+        chat.bind_tools([ring, pick], tool_choice="any").invoke("Hello!")
+
+
+def test_a_format_that_forbids_nothing_is_no_obstacle(chat: ChatBlend) -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "string", "format": "path", "maxLength": 4}}}
+    held = chat.with_structured_output({**schema, "required": ["at"]})
+    assert len(held.invoke("Which?")["at"]) <= 4
+
+
 def test_what_tools_returned_is_read_where_it_stands_and_its_documents_are_chunks(
     chat: ChatBlend, passages: list[str]
 ) -> None:
@@ -290,9 +352,17 @@ def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
     assert reports[-1]["num_reused_tokens"] > 0
 
 
+@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy, AutoStrategy])
+def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy: Any) -> None:
+    agent: Any = create_agent(chat, [], response_format=strategy(Room))
+    found = agent.invoke({"messages": [("user", "Which room?")]}, {"recursion_limit": 4})["structured_response"]
+    assert isinstance(found, Room)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        ({"tools": [], "tool_choice": "any"}, "tool_choice is 'any', and the call has no tools"),
         ({"tool_choice": "sing"}, "tool_choice is 'sing'; choose auto, any, required, none or one of fill, ring"),
         ({"structured_outputs": {"regex": "a"}}, "the call has tools and regex"),
         ({"response_format": {"type": "xml"}}, "response_format is .*'xml'"),
@@ -312,3 +382,7 @@ def test_other_ways_are_named(chat: ChatBlend, chat_engine: Engine) -> None:
         chat.with_structured_output(None)
     with pytest.raises(NotImplementedError, match="as_chat"):
         BlendLLM(engine=chat_engine).invoke("Q", tools=[{"name": "x"}])
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).with_structured_output(Room)
+    with pytest.raises(NotImplementedError, match="as_chat"):
+        BlendLLM(engine=chat_engine).bind_tools([fill])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.errors import UsageError
-from ragblend.prompt.formats import DeclaredFormat, prompt_format
+from ragblend.prompt.formats import DeclaredFormat, prompt_format, with_calls
 from ragblend.prompt.prompt import Chunk, Message, SegmentedPrompt, ToolCall
 from ragblend.prompt.segmenter import Segmenter
 from ragblend.prompt.tools import HERMES, CallFormat, CallReader, check_tools, read_calls, structural_tag
@@ -190,3 +190,12 @@ def test_what_an_answer_is_held_to_follows_the_choice() -> None:
     both = structural_tag(LISTS, TOOLS, "auto", schema={"type": "object"})["structural_tag"]["format"]
     assert [each["type"] for each in both["elements"]] == ["json_schema", "tag"]
     assert structural_tag(LISTS, TOOLS, "auto")["structural_tag"]["format"]["triggers"] == ["[CALLS]"]
+
+
+def test_a_result_is_told_by_the_name_of_the_tool_that_was_called_with_its_id() -> None:
+    calls = (ToolCall("add", "{}", "one"), ToolCall("look-up", "{}", "two"))
+    results = [
+        Message("tool", ("x",), call_id=id, name=name) for id, name in (("two", ""), ("one", ""), ("one", "own"))
+    ]
+    _, turns = with_calls([Message("user", ("x",)), Message("assistant", (), calls), *results])
+    assert [turn["name"] for turn in turns[2:]] == ["look-up", "add", "own"]

@@ -252,7 +252,7 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
     count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
     if first.ratio >= 1:
         active |= known.mask
-    elif count and not plan.rule.needs_deviation:  # none where every chunk is exact or was missing: nobody was asked
+    elif count and not plan.rule.needs_deviation:
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif count:
         # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.

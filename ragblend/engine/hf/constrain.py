@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,11 @@ from ragblend.prompt.segmenter import Segmenter
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 KEPT = 64
 """Grammars of a model that are kept compiled."""
+KEPT_MASKS = 128
+"""Masks that are kept unpacked, a byte for each word of the vocabulary."""
 FORGOTTEN_AFTER = 1000
 """Answers that share what was learnt of a grammar's words."""
+Refused = Callable[[bytes, int, torch.device], Tensor]
 _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
 
 
@@ -40,6 +43,8 @@ class Grammars:
         self._segmenter, self._vocab_size, self._stop_ids = segmenter, vocab_size, sorted(stop_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
+        # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
+        self._refused: Refused = lru_cache(KEPT_MASKS)(_refused)
 
     def compile(self, asked: Mapping[str, Any]) -> CompiledGrammar:
         """The grammar of `structured_outputs`. Raises UsageError for a schema, an expression or a grammar that is none,
@@ -59,6 +64,8 @@ class Grammars:
         try:
             grammar = self._grammar(kind, value)
             problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            if problem and kind == "structural_tag":
+                problem = self._narrowed(value) or problem
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -66,12 +73,22 @@ class Grammars:
             raise UsageError(
                 f"structured_outputs has a {kind} that cannot be followed ({said}); correct it, or leave it out"
             )
-        compiled = CompiledGrammar(tokenizer, grammar)
+        compiled = CompiledGrammar(tokenizer, grammar, self._refused)
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _narrowed(self, tag: Any) -> str:
+        """What is wrong with the first schema in a structural tag that cannot be followed by itself."""
+        from llguidance import LLMatcher
+
+        for begin, schema in _schemas(_read(tag)):
+            problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_laid_out(schema)), self._tokenizer)
+            if problem:
+                return f"behind {begin!r}: {problem}"
+        return ""
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -100,9 +117,8 @@ class Grammars:
             options = " | ".join(map(self._literal, [value] if isinstance(value, str) else value))
             return LLMatcher.grammar_from_lark(f"start: {options}")
         if kind == "structural_tag":
-            tag = json.loads(value) if isinstance(value, str) else value
-            return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(tag["format"]))
-        schema = {"type": "object"} if kind == "json_object" else _schema(value)
+            return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(_read(value)["format"]))
+        schema = {"type": "object"} if kind == "json_object" else _read(value)
         return LLMatcher.grammar_from_json_schema(_laid_out(schema))
 
     def _literal(self, text: str) -> str:
@@ -120,15 +136,15 @@ class Grammars:
 class CompiledGrammar:
     """One grammar over one model's tokens; as many answers may follow it as like, at the same time."""
 
-    def __init__(self, tokenizer: Any, grammar: str) -> None:
-        self._tokenizer, self._grammar = tokenizer, grammar
+    def __init__(self, tokenizer: Any, grammar: str, refused: Refused) -> None:
+        self._tokenizer, self._grammar, self._refused = tokenizer, grammar, refused
         self._lock = threading.Lock()
         self._first: Any = None
         self._num_guides = 0
 
     def guide(self) -> TokenGuide:
         """What holds one answer to it."""
-        return TokenGuide(self.matcher(), self._tokenizer.vocab_size)
+        return TokenGuide(self.matcher(), self._refused)
 
     def matcher(self) -> Any:
         """A matcher at the start of the grammar. It shares what is known of the grammar's words with those before it,
@@ -145,28 +161,23 @@ class CompiledGrammar:
 class TokenGuide:
     """Follows one answer; see `engine.generation.Guide`."""
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
+    def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False
-        self._matcher = matcher
-        self._bits = np.zeros((num_words + 31) // 32, dtype=np.int32)
+        self._matcher, self._refused = matcher, refused
 
-    def mask(self, logits: Tensor, greedy: bool = False) -> Tensor:
+    def mask(self, logits: Tensor) -> Tensor:
         """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
 
-        Rows that a padded vocabulary has beyond the tokenizer's words are among those. `greedy`: only the likeliest
-        token counts; where that one may come, nothing need be masked, which asking for one token tells at once."""
-        if greedy and self._matcher.validate_tokens([int(logits.argmax())]) == 1:
-            return logits
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
+        bits = self._matcher.compute_bitmask()
         self._check()
-        refused = np.unpackbits(~self._bits.view(np.uint8), bitorder="little", count=len(logits)).view(np.bool_)
-        return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
+        return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
 
     def follow(self, token: int, room: int) -> list[int]:
         """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
         if not self._matcher.consume_token(token):
             self._check()
-        forced = self._matcher.compute_ff_tokens()[: room - 1]
+        forced = self._matcher.compute_ff_tokens()[: room - 1] if room > 1 else []
         if forced and not self._matcher.consume_tokens(forced):
             self._check()
         self.ended = self._matcher.is_stopped()
@@ -178,8 +189,24 @@ class TokenGuide:
             raise RagblendError(f"the answer cannot be held to structured_outputs any longer ({said}); simplify it")
 
 
-def _schema(value: Any) -> Any:
+def _refused(bits: bytes, size: int, device: torch.device) -> Tensor:
+    """[size] bool: what may not come, of llguidance's mask with a bit for every word that may."""
+    packed = ~np.frombuffer(bits, dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, bitorder="little", count=size).view(np.bool_)).to(device)
+
+
+def _read(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
+
+
+def _schemas(format: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag, each with what is written before it."""
+    if isinstance(format, Mapping) and "json_schema" in format:
+        yield begin, format["json_schema"]
+    elif isinstance(format, Mapping | list):
+        begin = format.get("begin", begin) if isinstance(format, Mapping) else begin
+        for each in format.values() if isinstance(format, Mapping) else format:
+            yield from _schemas(each, begin)
 
 
 def _laid_out(schema: Any) -> Any:
@@ -192,6 +219,8 @@ def _laid_out(schema: Any) -> Any:
 
 _ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "$defs", "definitions")
+# What Pydantic and OpenAPI call strings and numbers that have no form of their own; llguidance refuses such names.
+_FORMLESS = {"path", "file-path", "directory-path", "password", "binary", "byte", "int32", "int64", "float", "double"}
 
 
 def _closed(schema: Any) -> Any:
@@ -206,7 +235,10 @@ def _closed(schema: Any) -> Any:
     for name in _ALTERNATIVES:
         if isinstance(found.get(name), list):
             found[name] = [_closed(each) for each in found[name]]
-    found |= {"items": _closed(found["items"])} if "items" in found else {}
+    for name in ("items", "additionalProperties"):
+        found |= {name: _closed(found[name])} if name in found else {}
+    if isinstance(found.get("format"), str) and found["format"] in _FORMLESS:
+        del found["format"]
     alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(found)
     return found | ({"additionalProperties": False} if "properties" in found and alone else {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -67,6 +68,31 @@ def test_every_kind_is_followed_as_its_pieces_come(engine: TransformersEngine, a
     assert re.fullmatch(pattern, stream.result.text, re.DOTALL)
     assert stream.result.finish_reason == ("length" if "json_object" in asked else "stop")
     assert stream.result.report.completion_tokens == len(stream.result.token_ids)
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [
+        {"logit_bias": dict.fromkeys(range(0, 300, 7), 50.0)},
+        {"repetition_penalty": 3.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"temperature": 1.0, "seed": 1, "top_k": 3, "min_p": 0.2, "top_p": 0.5},
+    ],
+    ids=["bias", "repetition", "presence", "sampled"],
+)
+def test_nothing_that_shapes_the_choice_leads_out_of_the_schema(engine: TransformersEngine, shaped: Any) -> None:
+    answer = engine.generate(PROMPT, structured_outputs={"json": SCHEMA}, max_tokens=400, **shaped)
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_every_token_has_its_own_logprob_those_that_had_to_come_too(engine: TransformersEngine) -> None:
+    options = {"logprobs": True, "top_logprobs": 3}
+    answer = engine.generate(PROMPT, structured_outputs={"choice": ["yes, it is", "no"]}, **options)
+    assert answer.logprobs is not None
+    assert [each.token_id for each in answer.logprobs] == answer.token_ids
+    assert answer.logprobs[0].logprob < 0
+    assert answer.logprobs[-1].logprob == 0
+    assert all(math.isfinite(value) for each in answer.logprobs for _, value in each.top)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 30, 4))
