@@ -5,8 +5,9 @@ Knows langchain-core, `ragblend.llm` and windows. Read `LongDocument.chain` firs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from langchain_core.documents import Document
@@ -43,6 +44,7 @@ class LongDocument:
     refine_prompt: str
     combine_prompt: str
     no_answer: str
+    _prefilling: Any = field(default_factory=threading.Lock, repr=False)
 
     def chain(self) -> Runnable[Any, dict[str, Any]]:
         """The document's windows, asked -> the last answer -> what the user sees."""
@@ -118,8 +120,9 @@ class LongDocument:
         windows = windows_of(texts, engine, room, **self.sizes)
         chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
         count = engine.segmenter.count_tokens
-        new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
-        precompute_and_register(chunks, self._model)
+        with self._prefilling:  # questions in one batch are about the same document, as a rule
+            new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
+            precompute_and_register(chunks, self._model)
         tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
         return question, windows, tokens | {"num_prefilled_tokens": sum(count(chunk.text) for chunk in new)}
 

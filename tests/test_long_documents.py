@@ -94,6 +94,14 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
     assert len(prefilled) == len(set(prefilled))
 
 
+def test_questions_in_one_batch_prefill_a_document_once(engine: TransformersEngine, prefilled: list[str]) -> None:
+    document = Document(report_of_the_company().page_content.replace(".", " !"))
+    found = chain(engine).batch([{"input": question, "document": document} for question, _ in ASKED * 2])
+    assert len(prefilled) == len(set(prefilled)) > 0
+    numbers = [each["tokens"]["num_prefilled_tokens"] for each in found]
+    assert sorted(numbers) == [0, 0, 0, found[0]["tokens"]["num_chunk_tokens"]]
+
+
 def count(engine: TransformersEngine) -> Callable[[str], int]:
     return engine.segmenter.count_tokens
 
