@@ -112,7 +112,8 @@ class _LangChainModel(BlendModel):
 
     @classmethod
     def get_lc_namespace(cls) -> list[str]:
-        """Where `langchain_core.load.loads` finds the class: allow it with `valid_namespaces=["ragblend"]`."""
+        """Where `langchain_core.load.loads` finds the class. It wants it allowed, as any that LangChain has no list of:
+        `valid_namespaces=["ragblend"], allowed_objects=[ChatBlend]`."""
         return ["ragblend", "llm"]
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
@@ -175,6 +176,12 @@ class ChatBlend(_LangChainModel, BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # A key of LangChain's answer cache. By itself it would take the serialised form, which says nothing of the
+        # weights, and is none where an engine was given.
+        params = {**self._get_invocation_params(stop=stop, **kwargs), **kwargs}
+        return str(sorted(params.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
         """What LangChain's middleware asks of a model: how much it reads, and what."""
