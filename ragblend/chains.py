@@ -215,6 +215,68 @@ def _result(chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield AddableDict(report=report)
 
 
+# --- long documents ---------------------------------------------------------------------------------------------------
+
+NO_ANSWER = "not stated"
+MAP_PROMPT = "{input}\n\nAnswer from the passages above. If they do not say, answer: {no_answer}"
+REFINE_PROMPT = (
+    "{input}\n\nThe answer from earlier passages: {answer}\n\nIf the passages above say more, give a better answer; "
+    "else repeat it."
+)
+COMBINE_PROMPT = "These are answers from different parts of one document:\n\n{answers}\n\n{input}"
+
+
+def create_long_document_chain(
+    llm: Runnable[Any, Any],
+    *,
+    combine: Literal["reduce", "refine", "rerank"] = "reduce",
+    instruction: str | None = None,
+    system: str | None = None,
+    window_tokens: int | None = None,
+    overlap_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+    map_prompt: str = MAP_PROMPT,
+    refine_prompt: str = REFINE_PROMPT,
+    combine_prompt: str = COMBINE_PROMPT,
+    no_answer: str = NO_ANSWER,
+) -> Runnable[Any, dict[str, Any]]:
+    """A document longer than the context -> windows that overlap -> an answer from all of them.
+
+    Invoke it with `{"input": question, "document": document}`, or with the document alone where an `instruction` takes
+    the question's place ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It
+    is cut into chunks (of 256 tokens at most, and a quarter of a window; `chunk_tokens`), each of them prefilled once;
+    windows are whole chunks, as many as fit (`window_tokens`), and share a tenth with the one before
+    (`overlap_tokens`), so that no sentence loses its neighbours. What they share is reused, and so is everything the
+    next time that the document is asked about. `combine`:
+
+    - "reduce": every window is asked, then the model makes one answer of theirs, in several rounds if they are many.
+    - "refine": the windows are asked in turn, each with the answer so far.
+    - "rerank": every window is asked; the answer is the one whose tokens the model was surest of.
+
+    Answers that contain `no_answer` are left out by "reduce" and "rerank"; where those that are left agree, there is
+    nothing to reduce. The prompts may be replaced; they know {input}, {no_answer}, and {answer} or {answers}.
+
+    The result holds `input`, `answer`, `windows` (of each, in order: `source`, `start`, `last_source`, `end`, `answer`,
+    its `report`, and for "rerank" the `score`), `tokens` (in all: `num_chunk_tokens`, of them `num_prefilled_tokens`
+    that were not stored, `prompt_tokens`, `num_reused_tokens`, `num_recomputed_tokens`) and, if the last answer was
+    written from the others, its `report`. Streaming yields the windows first, then the answer; `batch` and the async
+    methods work as ever. `llm` is a ChatBlend or BlendLLM, bound or not: windows are counted in its own tokens.
+    """
+    if combine not in ("reduce", "refine", "rerank"):
+        raise UsageError(f"combine is {combine!r}; choose reduce, refine or rerank")
+    if not _is_ours(chat := _chat(llm)):
+        raise UsageError(
+            f"llm is a {type(llm).__name__}; long documents need ChatBlend or BlendLLM, which count tokens"
+        )
+    from ragblend.long_documents import LongDocument
+
+    sizes = {"window_tokens": window_tokens, "overlap_tokens": overlap_tokens, "chunk_tokens": chunk_tokens}
+    asked = LongDocument(
+        chat, combine, instruction, system, sizes, map_prompt, refine_prompt, combine_prompt, no_answer
+    )
+    return asked.chain().with_config(run_name="long_document_chain")
+
+
 # --- agents -----------------------------------------------------------------------------------------------------------
 
 

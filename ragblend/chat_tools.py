@@ -36,8 +36,16 @@ def bind_tools(
     **options: Any,
 ) -> Runnable[Any, Any]:
     """`chat` with tools, in OpenAI's form; `strict` closes their schemas and requires every parameter."""
-    described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-    return chat.bind(tools=described, **{name: value for name, value in options.items() if value is not None})
+    return chat.bind(
+        tools=described(tools, strict), **{name: value for name, value in options.items() if value is not None}
+    )
+
+
+def described(
+    tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool], strict: bool | None = None
+) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form."""
+    return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
 def structured(

@@ -13,13 +13,15 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError, check_unicode
-from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
+from ragblend.frameworks.boundaries import is_media
+from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread, shown
 from ragblend.frameworks.tools import calls_may_come
 from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallReader
@@ -28,7 +30,8 @@ try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
     from langchain_core.documents import Document
     from langchain_core.exceptions import ContextOverflowError
-    from langchain_core.language_models import BaseChatModel, BaseLLM, LangSmithParams, LanguageModelInput
+    from langchain_core.language_models import BaseChatModel, BaseLLM, LangSmithParams, LanguageModelInput, ModelProfile
+    from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
     from langchain_core.messages.ai import UsageMetadata
     from langchain_core.outputs import (
@@ -68,10 +71,63 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 class _LangChainModel(BlendModel):
     """What ChatBlend and BlendLLM share besides their engine."""
 
+    @classmethod
+    def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
+        """A model by its name, as langchain-huggingface's classes are made. `settings` are the constructor's."""
+        if task not in (None, "text-generation"):
+            raise UsageError(f"task is {task!r}; the one that there is is 'text-generation': leave it out")
+        if settings.get("backend") in ("default", "pipeline"):  # their names for transformers in this process
+            del settings["backend"]
+        return cls(model=model_id, **settings)
+
+    # --- tokens ---
+
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of `text` by the engine's own tokenizer."""
+        """Ids of `text` by the engine's own tokenizer, or by `custom_get_token_ids`."""
+        custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return custom(text)
         check_unicode(text, "the text")
         return list(self.engine.segmenter.text_ids(text))
+
+    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Tokens of the prompt that these messages become, chat template and `tools` included.
+
+        Of messages that no template takes, such as an answer alone: those of their texts.
+        """
+        from ragblend.chat_tools import described
+
+        try:
+            request = self._prepare([_turn(message) for message in messages], tools=described(tools or ()))
+            return int(self.engine.segmenter.tokenize(request.prompt).num_tokens)
+        except UsageError:
+            return sum(len(self.get_token_ids(message.text)) for message in messages)
+
+    # --- LangChain's serialised form ---
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Whether `langchain_core.load.dumps` writes the settings: yes; `to_json` says of which models."""
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """Where `langchain_core.load.loads` finds the class. It wants it allowed, as any that LangChain has no list of:
+        `valid_namespaces=["ragblend"], allowed_objects=[ChatBlend]`."""
+        return ["ragblend", "llm"]
+
+    def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
+        """The settings that open the engine again, without secrets. Models that were given an engine, a loaded model, a
+        registry or a store that is an object have none: they are not written."""
+        whole: Any = super()  # LangChain's half
+        try:
+            self.__getstate__()
+        except TypeError:
+            return cast("SerializedNotImplemented", whole.to_json_not_implemented())
+        written: SerializedConstructor = whole.to_json()
+        told = {name: str(value) if isinstance(value, Path) else value for name, value in written["kwargs"].items()}
+        written["kwargs"] = {name: shown(value) for name, value in told.items()}
+        return written
 
     def _open(self, request: Request) -> Stream:
         with _overflow():
@@ -108,6 +164,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     model_config = _CONFIG
 
     streaming: bool = False  # True: `invoke` streams inside, so that token callbacks fire
+    stream_usage: bool = True  # whether a stream ends with the tokens that it took
 
     @property
     def _llm_type(self) -> str:
@@ -119,6 +176,27 @@ class ChatBlend(_LangChainModel, BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return _ls_params(self, super()._get_ls_params(stop=stop, **kwargs), stop)
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # A key of LangChain's answer cache. By itself it would take the serialised form, which says nothing of the
+        # weights, and is none where an engine was given.
+        params = {**self._get_invocation_params(stop=stop, **kwargs), **kwargs}
+        return str(sorted(params.items()))
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        """What LangChain's middleware asks of a model: how much it reads, and what."""
+        return ModelProfile(
+            name=self.model,
+            max_input_tokens=self.engine.context_length,
+            text_inputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            pdf_inputs=False,
+            text_outputs=True,
+            tool_calling=True,
+            tool_choice=True,
+        )
 
     # --- tools and schemas ---
 
@@ -202,10 +280,13 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
+        *,
+        stream_usage: bool | None = None,
         **kwargs: Any,
     ) -> Generator[ChatGenerationChunk]:
         request = self._request(messages, stop, **kwargs)
         _refuse_several(request)
+        wants_usage = self.stream_usage if stream_usage is None else stream_usage
         stream = self._open(request)
         for message in _chunks(self, request, self._pieces(stream, request)):
             chunk = ChatGenerationChunk(message=message)
@@ -215,7 +296,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         yield ChatGenerationChunk(
             message=AIMessageChunk(
                 content="",
-                usage_metadata=_usage(stream.result),
+                usage_metadata=_usage(stream.result) if wants_usage else None,
                 response_metadata=_facts(self, stream.result),
                 chunk_position="last",
             )
@@ -408,7 +489,7 @@ def _turn(message: BaseMessage) -> Turn:
     content = message.content if isinstance(message.content, str) else list(message.content)
     if role == "assistant" and not isinstance(content, str):
         # What a model wrote besides text (tool calls, reasoning) is its own business, not part of the conversation.
-        content = message.text
+        content = [block for block in content if _is_said(block)]
     artifact = getattr(message, "artifact", None)
     documents = artifact if isinstance(artifact, list | tuple) else [artifact]
     chunks = tuple(_document_chunk(item) for item in documents if isinstance(item, Document | Chunk))
@@ -421,6 +502,12 @@ def _turn(message: BaseMessage) -> Turn:
         getattr(message, "tool_call_id", ""),
         message.name or "",
     )
+
+
+def _is_said(block: str | Mapping[str, Any]) -> bool:
+    """Whether a block of an answer belongs to the conversation: text, and what is then refused by name."""
+    kind = "text" if isinstance(block, str) else str(block.get("type", "text"))
+    return kind.startswith("text") or is_media(kind)
 
 
 def _document_chunk(document: Document | Chunk) -> Chunk:

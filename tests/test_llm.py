@@ -73,7 +73,8 @@ class ScriptedEngine:
 
     name, fingerprint, context_length = "scripted", "f", 100
     segmenter = SimpleNamespace(
-        text_ids=lambda text: [len(word) for word in text.split()], format=SimpleNamespace(frames_chunks=False)
+        text_ids=lambda text: [len(word) for word in text.split()],
+        format=SimpleNamespace(frames_chunks=False, merges_turns=False),
     )
 
     def __init__(self, pieces: tuple[str, ...] = ("one ", "two ", "three"), permits: int = 0) -> None:
@@ -195,11 +196,23 @@ def messages_sent(*messages: BaseMessage, **settings: Any) -> list[tuple[str, li
     ]
 
 
-def test_neighbours_of_one_role_are_merged_and_empty_messages_dropped() -> None:
+def test_turns_stay_as_they_are_and_empty_messages_are_dropped() -> None:
     sent = messages_sent(
         SystemMessage("a"), SystemMessage("b"), HumanMessage(""), ChatMessage(content="c", role="user")
     )
-    assert sent == [("system", ["a", "\n\n", "b"]), ("user", ["c"])]
+    assert sent == [("system", ["a"]), ("system", ["b"]), ("user", ["c"])]
+
+
+def test_what_tools_returned_after_an_answer_stands_before_the_next_question() -> None:
+    result = ToolMessage(A, tool_call_id="1")
+    sent = messages_sent(HumanMessage("Hi"), AIMessage("Well."), result, HumanMessage("Who?"), HumanMessage("Where?"))
+    assert sent[2:] == [("user", [A, "\n\n", "Who?"]), ("user", ["Where?"])]
+
+
+def test_a_model_with_a_layout_of_its_own_reads_neighbours_of_one_role_as_one_turn(tmp_path: Path) -> None:
+    chat = ChatBlend(model="demo", store=tmp_path)
+    prompt = chat._request([HumanMessage("a"), HumanMessage("b")], None).prompt
+    assert [turn.parts for turn in prompt.messages] == [("a", "\n\n", "b")]
 
 
 def test_tool_results_stand_before_the_question_with_their_documents_as_chunks() -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ragblend.corpus.text_index import TextIndex
 from ragblend.errors import UsageError
@@ -76,12 +76,17 @@ def recover(
     - `asks` (a user's turn): what follows a label such as `Question:` is none; neither is the end of the turn, unless
       it stands there for the first time, ends with no question mark, and has a label with a colon (`Is it so: ...`)
       only if one before had it, too.
+    - A block that is a known text, whole, stands alone; not as the last one of a user's turn.
     - `max_matches`: what is known stays text from there on, and a warning says so.
     - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
     >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
     'first'
     """
+    if registry is not None and not isinstance(content, str | Chunk) and len(content) > 1:
+        *blocks, last = content
+        known_blocks = (_known_block(block, registry) for block in (blocks if asks else content))
+        content = [part for parts in known_blocks for part in parts] + ([last] if asks else [])
     parts = _flatten(content)
     if separator is not None:
         check_separator(separator)
@@ -117,18 +122,57 @@ def _flatten(content: str | Sequence[Block]) -> list[Part]:
     return list(joined_texts(parts))
 
 
+def _known_block(block: Block, registry: KnownTexts) -> list[Block]:
+    """A block, its text as a chunk if that is known."""
+    text = block.get("text") if isinstance(block, Mapping) and _is_text(block) and _marks(block) is None else block
+    core = text.strip() if isinstance(text, str) else ""
+    if not isinstance(text, str) or len(core) < SHORT_CHARS or core not in registry:
+        return [block]
+    before, _, after = text.partition(core)
+    return [before, _found(core), after]
+
+
+def _is_text(block: Mapping[str, Any]) -> bool:
+    return block.get("type", "text") in ("text", "text-plain")
+
+
+def _marks(block: Mapping[str, Any]) -> Any:
+    """The id of a block that is marked as a chunk; None where it is not."""
+    return (block.get("extras") or {}).get("chunk_id", block.get("chunk_id"))
+
+
+_INSTEAD = {
+    "image": "have a model that sees describe it, and send its words",
+    "audio": "send its transcript",
+    "video": "send its transcript, or a description",
+    "file": "send its text (`ragblend ingest` reads PDF, HTML, Office and others)",
+}
+_INSTEAD |= {"document": _INSTEAD["file"], "media": "describe it in words"}
+
+
+def is_media(kind: str) -> bool:
+    """Whether a content block of that type is something to see or hear, or a file.
+
+    >>> [is_media(kind) for kind in ("image_url", "input_audio", "reasoning")]
+    [True, True, False]
+    """
+    return any(name in kind for name in _INSTEAD)
+
+
+def refuse_block(kind: str) -> NoReturn:
+    """Raise UsageError for a content block that no engine reads."""
+    instead = next((what for name, what in _INSTEAD.items() if name in kind), "send its text as a text block")
+    raise UsageError(f"a content block has type {kind!r}; the engine reads text only. Leave it out, or {instead}")
+
+
 def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
     """The parts of one block; whitespace around a chunk's text stays outside of the chunk."""
     if isinstance(block, Chunk):
         return [block] if block.text.strip() else [block.text]
-    kind = block.get("type", "text")
     text = block.get("text")
-    if kind not in ("text", "text-plain") or not isinstance(text, str):
-        raise UsageError(
-            f"a content block has type {kind!r}; the engine reads text only. Remove it, or describe it in words"
-        )
-    extras = block.get("extras") or {}
-    chunk_id = extras.get("chunk_id", block.get("chunk_id"))
+    if not _is_text(block) or not isinstance(text, str):
+        refuse_block(str(block.get("type", "text")))
+    extras, chunk_id = block.get("extras") or {}, _marks(block)
     core = text.strip()
     if chunk_id is None or not core:
         return [text]
@@ -152,10 +196,10 @@ def _found(text: str) -> Chunk:
 
 
 def _handed_over(chunk: Chunk, text: Part, start: int, end: int) -> Chunk:
-    """A chunk that the caller says stands in `text`, from where he says it came. Where a line ends behind it, the
-    prompt is laid out as if the chunk had been a part of its own: nothing is added there."""
+    """A chunk that the caller says stands in `text`, from where he says it came. Where it stands between whitespace and
+    the end of a line, the prompt is laid out as if the chunk had been a part of its own: nothing is added there."""
     assert isinstance(text, str)
-    inside = end < len(text) and text[end] != "\n"
+    inside = (end < len(text) and text[end] != "\n") or bool(text[:start][-1:].strip())
     return Chunk(text[start:end], chunk.source, metadata=chunk.metadata, in_text=inside)
 
 

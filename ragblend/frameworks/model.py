@@ -23,12 +23,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from ragblend.corpus.texts import ChunkRegistry, registry_of
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
+from ragblend.frameworks.names import ALSO_CALLED, IN_PIPELINES, as_ours
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -114,14 +115,14 @@ class BlendModel(BaseModel):
     """Fields and behaviour common to every framework's model over one engine.
 
     Give `engine=`, or what `load_engine` takes: `model`, `store` and so on; models of the same process that name the
-    same ones share one engine. `model` may be a pair (model, tokenizer) that transformers has loaded; how one is loaded
-    has transformers' names (`torch_dtype` is `dtype`). A copy, deep or not, shares the engine. Pickled, a model is its
-    settings: it opens its engine again where it is loaded, with the API key from the environment (`RAGBLEND_API_KEY`),
-    because keys are not kept. One that was given an engine, a loaded model, a registry or a store that is an object
-    cannot be pickled, and says so.
-    `strict=True` raises UnrecognisedChunkError when a prompt holds no known chunk, when a
-    chunk given explicitly (or a configured separator) is not in it, or when a chunk's KV is not in the store. A call
-    may override every field from `mode` to `strict`.
+    same ones share one engine. `model` may be what transformers has loaded: a pair (model, tokenizer) or a pipeline.
+    How one is loaded has transformers' names (`torch_dtype` is `dtype`), and what langchain-huggingface and
+    langchain-openai call a setting is taken for ours (`frameworks.names`). A copy, deep or not, shares the engine.
+    Pickled, a model is its settings: it opens its engine again where it is loaded, with the API key from the
+    environment (`RAGBLEND_API_KEY`), because keys are not kept. One that was given an engine, a loaded model, a
+    registry or a store that is an object cannot be pickled, and says so. `strict=True` raises UnrecognisedChunkError
+    when a prompt holds no known chunk, when a chunk given explicitly (or a configured separator) is not in it, or when
+    a chunk's KV is not in the store. A call may override every field from `mode` to `strict`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
@@ -174,6 +175,11 @@ class BlendModel(BaseModel):
     registry: Any = Field(default=None, exclude=True, repr=False)  # a ChunkRegistry
     opened_with: Any = Field(default=None, exclude=True, repr=False)  # the settings that opened `engine`; not for users
 
+    @model_validator(mode="before")
+    @classmethod
+    def _under_our_names(cls, given: Any) -> Any:
+        return as_ours(given) if isinstance(given, Mapping) else given
+
     def model_post_init(self, context: Any, /) -> None:
         """Check the settings, then load or share the engine."""
         super().model_post_init(context)
@@ -213,12 +219,10 @@ class BlendModel(BaseModel):
     @field_serializer(*_MAY_HOLD_SECRETS)
     def _without_secrets(self, value: Any) -> Any:
         """What `model_dump` shows: logs and traces keep it."""
-        return _shown(value)
+        return shown(value)
 
     def __repr_args__(self) -> Any:
-        return (
-            (name, _shown(value) if name in _MAY_HOLD_SECRETS else value) for name, value in super().__repr_args__()
-        )
+        return ((name, shown(value) if name in _MAY_HOLD_SECRETS else value) for name, value in super().__repr_args__())
 
     def _engine_settings(self) -> dict[str, Any]:
         """What `share_engine` takes; no secrets."""
@@ -289,7 +293,8 @@ class BlendModel(BaseModel):
             options = replace(options, structured_outputs=held(options, self.engine.segmenter), response_format=None)
         if options.tools:
             return self._prepare_with_tools(turns, options)
-        messages = _conversation((turn.role, self._recover(turn, options)) for turn in turns)
+        said = ((turn.role, self._recover(turn, options)) for turn in turns)
+        messages = _conversation(said, self.engine.segmenter.format.merges_turns)
         if not messages:
             raise UsageError("the prompt is empty; give a message with text")
         if raw:
@@ -328,6 +333,8 @@ class BlendModel(BaseModel):
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
         """The fields, overridden by what the call gives."""
+        if any(name in call for name in (*ALSO_CALLED, IN_PIPELINES)):
+            call = as_ours(call)
         old = [name for name in _BEFORE_TOOLS if call.get(name)]
         if old:
             raise UsageError(f"the call has {old[0]}=...; describe them as tools: bind_tools([...], tool_choice=...)")
@@ -434,7 +441,7 @@ class BlendModel(BaseModel):
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """A setting without passwords and tokens."""
     if isinstance(value, Mapping):
         return without_secrets(value)
@@ -464,11 +471,12 @@ def _text(content: str | Sequence[Block]) -> str:
     )
 
 
-def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[str, list[Part]]]:
-    """Turns a chat template accepts: empty ones dropped, neighbours of one role merged with a blank line between them,
-    and what tools returned put before the question they were called for, where the model expects its documents.
+def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]], merges: bool) -> list[tuple[str, list[Part]]]:
+    """Turns as a model that is told of no tools reads them: empty ones dropped, and what tools returned put before the
+    question they were called for, where the model expects its documents. `merges`: neighbours of one role are one turn,
+    with a blank line between them.
 
-    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))])
+    >>> _conversation([("user", ("Who?",)), ("assistant", ()), ("tool", ("It was Ann.",))], merges=False)
     [('user', ['It was Ann.', '\\n\\n', 'Who?'])]
     """
     messages: list[tuple[str, list[tuple[Part, ...]]]] = []
@@ -480,9 +488,10 @@ def _conversation(turns: Iterable[tuple[str, tuple[Part, ...]]]) -> list[tuple[s
             messages[-1][1].insert(num_tools, parts)
             num_tools += 1
             continue
-        num_tools = int(role == "tool")
+        waits = bool(messages) and num_tools == len(messages[-1][1])  # for the question to what tools returned
+        num_tools = num_tools if waits and role == "user" else int(role == "tool")
         role = "user" if role == "tool" else role
-        if messages and messages[-1][0] == role:
+        if messages and messages[-1][0] == role and (merges or waits):
             messages[-1][1].append(parts)
         else:
             messages.append((role, [parts]))

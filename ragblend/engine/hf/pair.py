@@ -26,10 +26,12 @@ _PIECE = 1 << 26  # bytes of a tensor that are digested at a time
 
 def checked_pair(model: object) -> tuple[Any, Any]:
     """`model`, which is no name; raises UsageError unless it is a loaded model with its tokenizer."""
+    if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
+        model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
     if isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config") and callable(model[1]):
         return model
     raise UsageError(
-        f"model is a {type(model).__name__}; give a name, a path, or a loaded model with its tokenizer: "
+        f"model is a {type(model).__name__}; give a name, a path, a pipeline, or a loaded model with its tokenizer: "
         "(AutoModelForCausalLM.from_pretrained(...), AutoTokenizer.from_pretrained(...))"
     )
 

@@ -340,6 +340,22 @@ def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
     assert plan.num_queries == request.prompt.segments[-1].num_tokens
 
 
+@pytest.mark.parametrize("rule", ["ask", "repair"])
+def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(rule, tiny_engine, chat_segmenter):
+    engine = tiny_engine("llama", segmenter=chat_segmenter)
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    first = SegmentedPrompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
+    request = engine.request(first, rule=rule, recompute_ratio=0.3)
+    found = engine._lookup(request, 0, set(), engine.store.get)
+    plan = engine._place(request, found, engine._decide(request, found).choice)
+    tail = engine.segmenter._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
+    assert tail == "<|end|>\n<|im|>assistant"
+    exact = engine.generate(first, mode="full", max_tokens=4)
+    assert engine.generate(first, rule=rule, recompute_ratio=1.0, max_tokens=4).text == exact.text
+    assert engine.prefill(request).attention is not None
+
+
 def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, monkeypatch, tmp_path):
     """Llama 3.2's kind of chat template writes the date into the prefix of every prompt."""
     dated = "<s><|im_start|>system\nToday Date: {{ strftime_now('%d %b %Y') }}\n<|im_end|>" + CHATML

@@ -1,0 +1,271 @@
+"""How `ragblend.chains.create_long_document_chain` asks: every window, then one answer of theirs.
+
+Knows langchain-core, `ragblend.llm` and windows. Read `LongDocument.chain` first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import (
+    AddableDict,
+    Runnable,
+    RunnableConfig,
+    RunnableGenerator,
+    RunnableLambda,
+    RunnablePassthrough,
+)
+from langchain_core.runnables.base import RunnableBindingBase
+
+from ragblend.errors import UsageError
+from ragblend.frameworks.model import precompute_and_register, run_in_thread
+from ragblend.frameworks.windows import Window, room_for_chunks, windows_of
+
+_COUNTS = ("prompt_tokens", "num_reused_tokens", "num_recomputed_tokens")
+_NEXT = "\n\n"  # between answers
+_Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LongDocument:
+    """What `create_long_document_chain` was told; `chat` is a ChatBlend, bound or not."""
+
+    chat: Runnable[Any, Any]
+    combine: str
+    instruction: str | None
+    system: str | None
+    sizes: Mapping[str, int | None]
+    map_prompt: str
+    refine_prompt: str
+    combine_prompt: str
+    no_answer: str
+    _prefilling: Any = field(default_factory=threading.Lock, repr=False)
+
+    def chain(self) -> Runnable[Any, dict[str, Any]]:
+        """The document's windows, asked -> the last answer -> what the user sees."""
+        return (
+            RunnableLambda(self._read, self._aread)
+            | RunnablePassthrough.assign(message=RunnableLambda(self._last))
+            | RunnableGenerator(_results, _aresults)
+        )
+
+    def _read(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
+        rounds, said = self._rounds(*self._prepared(given)), None
+        while True:
+            try:
+                model, asked = rounds.send(said)
+            except StopIteration as end:
+                return dict(end.value)
+            said = model.batch(asked, config)
+
+    async def _aread(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
+        rounds, said = self._rounds(*await run_in_thread(lambda cancelled: self._prepared(given))), None
+        while True:
+            try:
+                model, asked = rounds.send(said)
+            except StopIteration as end:
+                return dict(end.value)
+            said = await model.abatch(asked, config)
+
+    def _rounds(self, question: str, windows: Sequence[Window], tokens: dict[str, int]) -> _Rounds:
+        """What to ask, and whom, until only the last answer is missing; returns what is known by then."""
+        said: list[AIMessage] = []
+        reports: list[dict[str, Any]] = []  # of prompts without a window
+        last: Any
+        if self.combine == "refine" or len(windows) == 1:
+            for window in windows[:-1]:
+                said += yield self.chat, [self._refining(question, window, said)]
+            last = self.chat, self._refining(question, windows[-1], said)
+        elif self.combine == "rerank":
+            said += yield self.chat.bind(logprobs=True), [self._refining(question, window, []) for window in windows]
+            last = max([each for each in said if self._notes([each])] or said, key=_confidence)
+        else:
+            said += yield self.chat, [self._refining(question, window, []) for window in windows]
+            answers, notes = said, self._notes(said)
+            while len(groups := self._groups(question, notes)) > 1:
+                answers = yield self._alone, [self._combining(question, group) for group in groups]
+                reports += map(_report, answers)
+                notes = self._notes(answers)
+            told = next((each for each in answers if self._notes([each]) == notes), answers[0])
+            last = told if len(notes) < 2 else (self._alone, self._combining(question, notes))
+        shown = [{**window.place, **_answered(each)} for window, each in zip(windows, said, strict=False)]
+        if self.combine == "rerank" and said:
+            shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, said, strict=True)]
+        shown += [window.place for window in windows[len(said) :]]
+        return {"input": question, "windows": shown, "tokens": tokens, "reports": reports, "last": last}
+
+    def _last(self, state: Mapping[str, Any]) -> Any:
+        """The last answer, or who gives it."""
+        if isinstance(state["last"], AIMessage):
+            return state["last"]
+        model, asked = state["last"]
+        return RunnableLambda(lambda _: asked) | model
+
+    # --- windows ---
+
+    def _prepared(self, given: Any) -> tuple[str, list[Window], dict[str, int]]:
+        """Question, windows, and what of them had to be prefilled; that is stored now."""
+        question, texts = self._asked(given)
+        engine = self._model.engine
+        asked = [self._filled(self.map_prompt, input=question)]
+        if self.combine == "refine":
+            asked.append(self._filled(self.refine_prompt, input=question, answer=""))
+        num_answers = 2 if self.combine == "refine" else 1  # the one so far stands in the prompt
+        room = min(self._room(text, num_answers) for text in asked)
+        windows = windows_of(texts, engine, room, **self.sizes)
+        chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
+        count = engine.segmenter.count_tokens
+        with self._prefilling:  # questions in one batch are about the same document, as a rule
+            new = [chunk for chunk in {chunk.text: chunk for chunk in chunks}.values() if not engine.is_stored(chunk)]
+            precompute_and_register(chunks, self._model)
+        tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
+        return question, windows, tokens | {"num_prefilled_tokens": sum(count(chunk.text) for chunk in new)}
+
+    def _asked(self, given: Any) -> tuple[str, list[tuple[str, str]]]:
+        is_named = isinstance(given, Mapping)
+        question = given.get("input", self.instruction) if is_named else self.instruction
+        document = given.get("document") if is_named else given
+        if not isinstance(question, str) or not question.strip():
+            raise UsageError(
+                'the chain needs a question: invoke it with {"input": question, "document": document}, or make it with '
+                "an instruction"
+            )
+        documents = list(document) if isinstance(document, list | tuple) else [document]
+        wrong = next((each for each in documents if not isinstance(each, str | Document)), None)
+        if wrong is not None or document is None:
+            kind = type(wrong).__name__
+            raise UsageError(f'"document" is a {kind}; give a text, a LangChain Document or a list of either')
+        return question, [
+            (each, "") if isinstance(each, str) else (each.page_content, str(each.metadata.get("source", "")))
+            for each in documents
+        ]
+
+    def _room(self, text: str, num_answers: int = 1) -> int:
+        """Tokens that are left in a prompt with `text`."""
+        answer_tokens = num_answers * self._model._options(self._bound).max_tokens
+        return room_for_chunks(self._model.engine, self.system or self._model.system, text, answer_tokens)
+
+    # --- prompts ---
+
+    def _refining(self, question: str, window: Window, said: Sequence[AIMessage]) -> list[BaseMessage]:
+        """The question over a window, and where there are answers so far, the last of them."""
+        if said:
+            text = self._filled(self.refine_prompt, input=question, answer=said[-1].text.strip())
+        else:
+            text = self._filled(self.map_prompt, input=question)
+        blocks = [
+            {"type": "text", "text": chunk.text, "extras": {"chunk_id": chunk.id, "source": chunk.source}}
+            for chunk in window.chunks
+        ]
+        return self._messages([*blocks, {"type": "text", "text": text}])
+
+    def _combining(self, question: str, notes: Sequence[str]) -> list[BaseMessage]:
+        return self._messages(self._filled(self.combine_prompt, input=question, answers=_NEXT.join(notes)))
+
+    def _messages(self, content: Any) -> list[BaseMessage]:
+        return [*([SystemMessage(self.system)] if self.system else []), HumanMessage(content=content)]
+
+    def _filled(self, prompt: str, **values: str) -> str:
+        return prompt.format(no_answer=self.no_answer, **values)
+
+    # --- answers ---
+
+    def _notes(self, said: Sequence[AIMessage]) -> list[str]:
+        """What answers say, each once."""
+        texts = (message.text.strip() for message in said)
+        return list(dict.fromkeys(text for text in texts if text and self.no_answer.lower() not in text.lower()))
+
+    def _groups(self, question: str, notes: Sequence[str]) -> list[list[str]]:
+        """Answers in groups that fit into a prompt each, of two at least."""
+        if len(notes) < 2:
+            return []
+        room, groups = self._room(self._filled(self.combine_prompt, input=question, answers="")), list[list[str]]()
+        for note in notes:
+            together = _NEXT.join((*(groups[-1] if groups else ()), note))
+            if not groups or (len(groups[-1]) > 1 and len(self._model.engine.segmenter.text_ids(together)) > room):
+                groups.append([])
+            groups[-1].append(note)
+        return groups
+
+    # --- the model ---
+
+    @property
+    def _alone(self) -> Runnable[Any, Any]:
+        """For prompts without chunks, which strictness would refuse."""
+        return self.chat.bind(strict=False)
+
+    @property
+    def _model(self) -> Any:
+        model: Any = self.chat
+        while isinstance(model, RunnableBindingBase):
+            model = model.bound
+        return model
+
+    @property
+    def _bound(self) -> dict[str, Any]:
+        """What is bound to every call."""
+        found: dict[str, Any] = {}
+        model: Any = self.chat
+        while isinstance(model, RunnableBindingBase):
+            found, model = {**model.kwargs, **found}, model.bound
+        return found
+
+
+def _answered(message: AIMessage) -> dict[str, Any]:
+    return {"answer": message.text.strip(), "report": _report(message)}
+
+
+def _report(message: BaseMessage) -> dict[str, Any]:
+    return dict(message.response_metadata.get("ragblend", {}))
+
+
+def _confidence(message: AIMessage) -> float:
+    """Mean log-probability of the answer's tokens, natural logarithm."""
+    tokens = message.response_metadata["logprobs"]["content"]
+    return float(sum(token["logprob"] for token in tokens)) / max(1, len(tokens))
+
+
+class _Shown:
+    """What the user sees of the last answer as it comes, and what all of them took."""
+
+    def __init__(self) -> None:
+        self._reports: list[dict[str, Any]] = []
+        self._tokens: dict[str, int] = {}
+        self._is_known = False  # the last answer is one of a window's
+
+    def push(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        if "windows" in chunk:
+            self._is_known = isinstance(chunk["last"], AIMessage)
+            self._tokens = chunk["tokens"]
+            self._reports = [*chunk["reports"], *(each["report"] for each in chunk["windows"] if "report" in each)]
+            yield AddableDict(input=chunk["input"], windows=chunk["windows"])
+        message = chunk.get("message")
+        if message is not None:
+            yield AddableDict(answer=message.text)
+            if (report := _report(message)) and not self._is_known:
+                self._reports.append(report)
+                yield AddableDict(report=report)
+
+    def end(self) -> dict[str, Any]:
+        counts = {name: sum(report[name] for report in self._reports) for name in _COUNTS}
+        return AddableDict(tokens={**self._tokens, **counts})
+
+
+def _results(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    shown = _Shown()
+    for chunk in chunks:
+        yield from shown.push(chunk)
+    yield shown.end()
+
+
+async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    shown = _Shown()
+    async for chunk in chunks:
+        for result in shown.push(chunk):
+            yield result
+    yield shown.end()

@@ -1,0 +1,169 @@
+"""What users of langchain-huggingface and langchain-openai write is understood, and what they look for is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.load import dumps, loads
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
+from llama_index.core.base.llms.types import ChatMessage
+from pydantic import ValidationError
+from transformers import pipeline
+
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.errors import UsageError
+from ragblend.llamaindex import BlendLLM as LlamaBlend
+from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.prompt.segmenter import Segmenter
+
+KINDS = [ChatBlend, BlendLLM, LlamaBlend]
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmenter) -> TransformersEngine:
+    return tiny_engine(segmenter=chat_segmenter)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_libraries_names_of_a_setting_are_understood(kind: Any, engine: TransformersEngine) -> None:
+    for name in ("max_new_tokens", "max_completion_tokens"):
+        assert kind(engine=engine, **{name: 3}).max_tokens == 3
+    llm = kind(engine=engine, stop_sequences=["x"], request_timeout=4)
+    assert (llm.stop, llm.timeout) == (["x"], 4)
+    assert kind(engine=engine, pipeline_kwargs={"max_new_tokens": 2, "do_sample": True, "top_k": 5}).top_k == 5
+    assert kind(engine=engine, temperature=1.0).temperature == 1.0
+
+
+@pytest.mark.parametrize("name", ["model", "model_id", "model_name"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_named_as_elsewhere(kind: Any, name: str, tmp_path: Path) -> None:
+    assert kind(**{name: "demo"}, store=tmp_path).engine.name == "demo"
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_a_model_is_made_from_its_id(kind: Any, tmp_path: Path) -> None:
+    llm = kind.from_model_id("demo", task="text-generation", backend="default", device=-1, store=tmp_path)
+    assert (llm.model, llm.backend, llm.device) == ("demo", "transformers", "cpu")
+    with pytest.raises(UsageError, match="task is 'summarization'"):
+        kind.from_model_id("demo", task="summarization")
+
+
+def test_a_pipeline_is_a_loaded_model_and_its_tokenizer(tmp_path: Path, stock_model: Any, make_tokenizer: Any) -> None:
+    made = pipeline(
+        "text-generation", model=stock_model("llama"), tokenizer=make_tokenizer("{{ messages[0].content }}")
+    )
+    llm = BlendLLM(pipeline=made, store=tmp_path, max_tokens=2)
+    assert llm.generate(["the other"]).llm_output["token_usage"]["completion_tokens"] <= 2
+    assert llm.loaded == (made.model, made.tokenizer)
+
+
+def test_a_server_is_named_as_elsewhere() -> None:
+    from ragblend.frameworks.names import as_ours
+
+    assert as_ours({"base_url": "http://host:8000/v1", "openai_api_key": "k"}) == {
+        "backend": "http://host:8000/v1",
+        "api_key": "k",
+    }
+
+
+def test_calls_understand_them_too(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine)
+    for call in (
+        {"max_new_tokens": 2},
+        {"max_completion_tokens": 2},
+        {"pipeline_kwargs": {"max_new_tokens": 2, "return_full_text": False}},
+    ):
+        assert chat.invoke("the other", **call).usage_metadata["output_tokens"] <= 2
+    shown = chat.invoke("the other", max_tokens=8).text
+    assert chat.invoke("the other", max_tokens=8, stop_sequences=[shown[:1]]).text == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_id": "x", "model": "y"}, "say it once"),
+        ({"max_tokens": 3, "max_new_tokens": 4}, "say it once"),
+        ({"pipeline_kwargs": {"num_beams": 4}}, "pipeline_kwargs has num_beams"),
+        ({"pipeline_kwargs": {"return_full_text": True}}, "without its prompt"),
+    ],
+)
+def test_what_contradicts_itself_or_cannot_be_done_is_refused(
+    settings: dict[str, Any], reason: str, engine: TransformersEngine
+) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ChatBlend(engine=engine, **settings)
+
+
+# --- tokens ---
+
+
+def test_tokens_of_messages_are_those_of_the_prompt_that_they_become(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine, max_tokens=1)
+    messages = [SystemMessage("the theory"), HumanMessage("the other chunk"), AIMessage("the"), HumanMessage("what?")]
+    counted = chat.get_num_tokens_from_messages(messages)
+    assert counted == chat.invoke(messages).usage_metadata["input_tokens"]
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+    assert chat.get_num_tokens_from_messages(messages, tools) > counted
+    assert BlendLLM(engine=engine).get_num_tokens_from_messages(messages) == counted
+    assert chat.get_num_tokens_from_messages([]) == 0
+    kept = trim_messages(messages, max_tokens=counted - 1, token_counter=chat, start_on="human", include_system=True)
+    assert [message.text for message in kept] == ["the theory", "what?"]
+
+
+def test_a_tokenizer_of_ones_own_counts(engine: TransformersEngine) -> None:
+    assert ChatBlend(engine=engine, custom_get_token_ids=lambda text: [1] * len(text)).get_num_tokens("abc") == 3
+
+
+def test_a_stream_ends_with_its_tokens_unless_told_otherwise(engine: TransformersEngine) -> None:
+    def used(chat: ChatBlend, **call: Any) -> list[Any]:
+        return [each.usage_metadata for each in chat.stream("the other", **call) if each.usage_metadata]
+
+    chat = ChatBlend(engine=engine, max_tokens=2)
+    assert [usage["output_tokens"] for usage in used(chat)] == [2]
+    assert used(chat, stream_usage=False) == used(ChatBlend(engine=engine, max_tokens=2, stream_usage=False)) == []
+
+
+def test_the_profile_says_how_much_it_reads_and_what(engine: TransformersEngine) -> None:
+    profile = ChatBlend(engine=engine).profile
+    assert profile["max_input_tokens"] == engine.context_length
+    assert (profile["text_inputs"], profile["image_inputs"], profile["tool_calling"]) == (True, False, True)
+
+
+async def test_llamaindex_finds_the_tokens_where_it_looks_for_them(engine: TransformersEngine) -> None:
+    llm = LlamaBlend(engine=engine, max_tokens=2)
+    said = [ChatMessage(role="user", content="the other")]
+    streamed = list(llm.stream_chat(said))[-1]
+    for response in (llm.chat(said), llm.complete("the other"), await llm.achat(said), streamed):
+        assert response.additional_kwargs["completion_tokens"] == 2
+        assert response.additional_kwargs == response.raw["usage"]
+
+
+# --- LangChain's serialised form ---
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
+def test_what_langchain_writes_it_reads_again(kind: Any, tmp_path: Path) -> None:
+    llm = kind(model="demo", store=tmp_path, max_tokens=7, stop=["x"], strict=True)
+    written = dumps(llm)
+    assert json.loads(written)["id"] == ["ragblend", "llm", kind.__name__]
+    again = loads(written, valid_namespaces=["ragblend"], allowed_objects=[kind])
+    assert again._identifying_params == llm._identifying_params
+    assert again.engine is llm.engine
+
+
+def test_a_model_over_an_engine_that_was_given_is_not_written(engine: TransformersEngine) -> None:
+    assert json.loads(dumps(ChatBlend(engine=engine)))["type"] == "not_implemented"
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    chat = ChatBlend(model="demo", store=tmp_path, api_key="hush-1")
+    chat.remote, chat.model_kwargs = "redis://user:hush-2@localhost:6379/0", {"token": "hush-3"}
+    chat.opened_with = chat._engine_settings()
+    written = dumps(chat)
+    assert "constructor" in written
+    assert "redis://" in written
+    assert "hush" not in written
