@@ -100,7 +100,7 @@ def decoded(engine: TransformersEngine, request: Request, prefilled: Prefilled, 
         ended = token_ids[-1] in ends
         if ended or len(token_ids) == request.options.max_tokens:
             break
-        logits = engine.decode_step(token_ids[-1], prefilled.fused)
+        logits = engine.decode_step(token_ids[-1:], prefilled.fused)
     text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
     log_probs = prefilled.logits.double().log_softmax(-1)
     return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s)
