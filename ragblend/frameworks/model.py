@@ -372,6 +372,10 @@ class BlendModel(BaseModel):
                     return
                 _check_time(start_s, timeout_s)
 
+    def _answer(self, request: Request, cancelled: threading.Event | None = None) -> Generation:
+        """The whole answer, the first of several; a set `cancelled` ends it early."""
+        return self._answers([request], cancelled)[0][0]
+
     def _answers(self, requests: Sequence[Request], cancelled: threading.Event | None = None) -> list[list[Generation]]:
         """The `n` answers to each request; a set `cancelled` ends them early.
 
