@@ -1,7 +1,8 @@
 """Answer prompts from fused KV with a transformers model on one machine.
 
 Chunks are precomputed behind the default prefix; a request is settled, prefilled (see `blend`) and decoded. Safe to
-share between threads; one request computes at a time.
+share between threads: one request is prefilled at a time, and answers that are being made at the same time are decoded
+together (see `engine.batching`).
 """
 
 from __future__ import annotations

@@ -100,5 +100,6 @@ class FewRows(TorchFunctionMode):
 
 
 def _is_few(rows: Tensor, weight: Tensor) -> bool:
-    plain = rows.dtype == weight.dtype == torch.float32 and rows.device.type == "cpu"
+    plain = type(weight) in (Tensor, nn.Parameter)  # and no class of its own, quantised and knowing one way only
+    plain = plain and rows.dtype == weight.dtype == torch.float32 and rows.device.type == "cpu"
     return plain and rows.numel() // rows.shape[-1] in FEW_ROWS
