@@ -10,11 +10,12 @@ per request either way. `speedup` is of whole requests, `decode_speedup` of thei
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from statistics import fmean, median
+from time import perf_counter, process_time
 from typing import Any
 
 import typer
@@ -33,22 +34,41 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
 
+NUM_ALONE = 8
+"""Requests that are answered one after another in each round."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """So many requests at a time. Seconds and rates are medians; the `alone` ones are of the same requests, one after
-    another in the same rounds."""
+    """So many requests at a time; all values are medians of the rounds'. The `alone` ones are of the same rounds.
+
+    `cpu_speedup` and `decode_cpu_speedup` are the same ratios of CPU seconds, which other processes of a shared machine
+    change less; with one thread on a quiet machine they are the same.
+    """
 
     model: str
     max_num_seqs: int
-    num_requests: int
     requests_per_s: float
     requests_per_s_alone: float
     step_s: float  # one decode step of all
     step_s_alone: float
     speedup: float  # requests per second over those of one after another
-    decode_speedup: float  # the same without prefilling
-    num_same_answers: int  # token for token, of the last round
+    decode_speedup: float  # tokens per second of decoding, prefilling left out
+    cpu_speedup: float
+    decode_cpu_speedup: float
+    num_same_answers: int  # token for token those of one after another, in the last round
+
+
+class Timed:
+    """What some requests took, in seconds per request of the clock and of the CPU, and in seconds per decode step."""
+
+    def __init__(self, answer: Callable[[], list[Generation]]) -> None:
+        start_s, cpu_start_s = perf_counter(), process_time()
+        self.answers = answer()
+        self.request_s = (perf_counter() - start_s) / len(self.answers)
+        self.request_cpu_s = (process_time() - cpu_start_s) / len(self.answers)
+        reports = [each.report for each in self.answers if each.report.completion_tokens > 1]
+        self.step_s = fmean([each.decode_s / (each.completion_tokens - 1) for each in reports] or [0.0])
 
 
 def measure(
@@ -59,10 +79,10 @@ def measure(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[BatchRun]:
-    """Every size beside one after another, in turns. `prompts`: as many as the largest size."""
+    """Every size beside one after another, in turns; `prompts` are as many as the largest size."""
 
-    def alone() -> list[Generation]:
-        return [engine.generate(prompt, max_tokens=answer_tokens) for prompt in prompts]
+    def alone(max_tokens: int) -> list[Generation]:
+        return [engine.generate(prompt, max_tokens=max_tokens) for prompt in prompts[:NUM_ALONE]]
 
     def together(size: int) -> list[Generation]:
         engine.batch.max_num_seqs = size
@@ -72,43 +92,28 @@ def measure(
     rounds = []
     for number in range(repeats):
         tell(f"{engine.name}: round {number + 1} of {repeats}")
-        rounds.append({0: _timed(alone), **{size: _timed(lambda size=size: together(size)) for size in sizes}})
-    return [_run(engine.name, size, rounds) for size in sizes]
+        prefilled, one_by_one = Timed(partial(alone, 1)), Timed(partial(alone, answer_tokens))
+        rounds.append((prefilled, one_by_one, {size: Timed(partial(together, size)) for size in sizes}))
+    return [_run(engine.name, size, [(first, own, found[size]) for first, own, found in rounds]) for size in sizes]
 
 
-class _Timed:
-    """Answers, and what they took."""
-
-    def __init__(self, answers: list[Generation], seconds: float) -> None:
-        self.answers = answers
-        self.request_s = seconds / len(answers)
-        steps = [len(answer.token_ids) - 1 for answer in answers]
-        decode_s = [answer.report.decode_s for answer in answers]
-        self.step_s = statistics.fmean(took / count for took, count in zip(decode_s, steps, strict=True))
-
-
-def _timed(answer: Callable[[], list[Generation]]) -> _Timed:
-    start_s = perf_counter()
-    answers = answer()
-    return _Timed(answers, perf_counter() - start_s)
-
-
-def _run(name: str, size: int, rounds: Sequence[dict[int, _Timed]]) -> BatchRun:
-    pairs = [(each[0], each[size]) for each in rounds]
-    alone, together = pairs[-1]
-    same = [mine.token_ids == own.token_ids for mine, own in zip(together.answers, alone.answers, strict=False)]
-    median = statistics.median
+def _run(name: str, size: int, rounds: Sequence[tuple[Timed, Timed, Timed]]) -> BatchRun:
+    answers = zip(rounds[-1][2].answers, rounds[-1][1].answers, strict=False)
     return BatchRun(
         name,
         size,
-        len(together.answers),
-        median(1 / mine.request_s for _, mine in pairs),
-        median(1 / own.request_s for own, _ in pairs),
-        median(mine.step_s for _, mine in pairs),
-        median(own.step_s for own, _ in pairs),
-        median(own.request_s / mine.request_s for own, mine in pairs),
-        median(size * own.step_s / mine.step_s for own, mine in pairs),
-        sum(same),
+        median(1 / together.request_s for _, _, together in rounds),
+        median(1 / alone.request_s for _, alone, _ in rounds),
+        median(together.step_s for _, _, together in rounds),
+        median(alone.step_s for _, alone, _ in rounds),
+        median(alone.request_s / together.request_s for _, alone, together in rounds),
+        median(size * alone.step_s / together.step_s for _, alone, together in rounds),
+        median(alone.request_cpu_s / together.request_cpu_s for _, alone, together in rounds),
+        median(
+            (alone.request_cpu_s - prefilled.request_cpu_s) / (together.request_cpu_s - prefilled.request_cpu_s)
+            for prefilled, alone, together in rounds
+        ),
+        sum(mine.token_ids == own.token_ids for mine, own in answers),
     )
 
 
@@ -118,6 +123,7 @@ COLUMNS = (
     Column("step ms", ">9.1f", lambda run: 1e3 * run.step_s),
     Column("alone", ">8.1f", lambda run: 1e3 * run.step_s_alone),
     Column("speedup", ">9.2fx", "speedup"), Column("decode", ">9.2fx", "decode_speedup"),
+    Column("by CPU s", ">9.2fx", "cpu_speedup"), Column("decode", ">9.2fx", "decode_cpu_speedup"),
     Column("same", ">6", "num_same_answers"),
 )  # fmt: skip
 

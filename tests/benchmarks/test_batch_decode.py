@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -35,10 +34,8 @@ def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_p
     assert json.loads(ran.stdout.splitlines()[-1]) == facts
     assert facts["hardware"]["cpu"]
     assert (facts["config"]["answer_tokens"], facts["config"]["num_chunks"]) == (6, 2)
-    assert [(run["model"], run["max_num_seqs"], run["num_requests"]) for run in facts["runs"]] == [
-        ("tiny", 2, 2), ("tiny", 5, 5),
-    ]  # fmt: skip
+    assert [(run["model"], run["max_num_seqs"]) for run in facts["runs"]] == [("tiny", 2), ("tiny", 5)]
     for run in facts["runs"]:
-        assert run["num_same_answers"] == run["num_requests"]
+        assert run["num_same_answers"] == run["max_num_seqs"]
         assert run["step_s"] > 0
-        assert run["speedup"] == pytest.approx(run["requests_per_s"] / run["requests_per_s_alone"], rel=0.9)
+        assert min(run[name] for name in run if name.endswith("speedup")) > 0
