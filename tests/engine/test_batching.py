@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ragblend.engine import batching, generation
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.generation import GenerationStream, Step
 from ragblend.engine.hf.engine import TransformersEngine
@@ -201,7 +202,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
 
 @pytest.mark.parametrize("num_threads", [3, MAX_NUM_SEQS + 4])
 def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeypatch, num_threads: int) -> None:
-    asked = [(PROMPTS[number % len(PROMPTS)], 3 + number) for number in range(num_threads)]
+    asked = [(PROMPTS[number % len(PROMPTS)], 16 + number) for number in range(num_threads)]
     expected = [engine.generate(prompt, max_tokens=count) for prompt, count in asked]
     sizes: list[int] = []
     decode = engine.batch._decode
@@ -263,17 +264,22 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
 
 
 def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> None:
-    """Waiting for another's prefill is neither its time to first token nor its decoding."""
-    prefill = engine.prefill
+    """Waiting for another's prefill is neither its time to first token nor its decoding; a shared step is."""
+    now_s, prefill, decode = [0.0], engine.prefill, engine.batch._decode
 
-    def slow(request):
-        threading.Event().wait(0.1)
-        return prefill(request)
+    def passing(seconds: float, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def slow(asked: Any) -> Any:
+            now_s[0] += seconds
+            return function(asked)
 
-    monkeypatch.setattr(engine, "prefill", slow)
+        return slow
+
+    for module in (generation, batching):
+        monkeypatch.setattr(module, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(engine, "prefill", passing(100.0, prefill))
+    monkeypatch.setattr(engine.batch, "_decode", passing(1.0, decode))
     reports = [answer.report for answer in engine.generate_batch(PROMPTS[:4], max_tokens=4)]
-    assert all(0.1 <= report.ttft_s < 0.2 for report in reports)
-    assert all(0 < report.decode_s < 0.1 for report in reports)
+    assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
 
 
 def test_a_stream_beside_a_batch_is_left_alone(engine) -> None:
