@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from uuid import UUID
 
 from pydantic import ConfigDict
 
@@ -43,7 +44,8 @@ try:
     )
     from langchain_core.outputs import Generation as TextGeneration
     from langchain_core.prompt_values import ChatPromptValue, PromptValue
-    from langchain_core.runnables import Runnable
+    from langchain_core.runnables import Runnable, RunnableConfig
+    from langchain_core.runnables.config import ContextThreadPoolExecutor, get_config_list
     from langchain_core.tools import BaseTool
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
@@ -128,6 +130,31 @@ class _LangChainModel(BlendModel):
         told = {name: str(value) if isinstance(value, Path) else value for name, value in written["kwargs"].items()}
         written["kwargs"] = {name: shown(value) for name, value in told.items()}
         return written
+
+    def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
+        """`invoke` of each; an engine in this process decodes their tokens together.
+
+        Each has its own callbacks and, with `return_exceptions`, its own error. `max_concurrency` in the config is how
+        many are answered at a time; without it, as many as the engine decodes together (`max_num_seqs`).
+        """
+        return Runnable.batch(self, inputs, self._at_a_time(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
+
+    def batch_as_completed(self, inputs: Sequence[Any], config: Any = None, **kwargs: Any) -> Iterator[Any]:
+        """`batch`; each with its number, as soon as it is there."""
+        plain: Any = Runnable
+        yield from plain.batch_as_completed(self, inputs, self._at_a_time(config, len(inputs)), **kwargs)
+
+    async def abatch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
+        """`batch`, without blocking the event loop."""
+        return await Runnable.abatch(self, inputs, config, **kwargs)  # type: ignore[arg-type]
+
+    def _at_a_time(self, config: Any, count: int) -> list[RunnableConfig]:
+        """The configs of `count` calls; the first, which is the one that counts, says how many run at a time."""
+        configs = get_config_list(config, count)
+        batch = getattr(self.engine, "batch", None)
+        if batch is not None and configs and configs[0].get("max_concurrency") is None:
+            configs[0] = {**configs[0], "max_concurrency": batch.max_num_seqs}
+        return configs
 
     def _open(self, request: Request) -> Stream:
         with _overflow():
@@ -247,6 +274,34 @@ class ChatBlend(_LangChainModel, BaseChatModel):
             raise UsageError("no messages given; pass at least one message with text")
         return self._prepare([_turn(message) for message in messages], stop=stop, **call)
 
+    def generate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        *,
+        run_id: UUID | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer each conversation; an engine in this process decodes their tokens together.
+
+        Raises the first error there was, once the others have ended.
+        """
+        batch, answer = getattr(self.engine, "batch", None), super().generate
+        if batch is None or len(messages) < 2:
+            return answer(messages, stop, callbacks, run_id=run_id, **kwargs)
+        with ContextThreadPoolExecutor(max_workers=batch.max_num_seqs) as executor:
+            futures = [
+                executor.submit(answer, [one], stop, callbacks, run_id=None if number else run_id, **kwargs)
+                for number, one in enumerate(messages)
+            ]
+        results = [future.result() for future in futures]
+        return LLMResult(
+            generations=[result.generations[0] for result in results],
+            llm_output=self._combine_llm_outputs([result.llm_output for result in results]),
+            run=[info for result in results for info in result.run or ()] or None,
+        )
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -255,10 +310,9 @@ class ChatBlend(_LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, **kwargs)
-        result = _chat_result(self, request, self._answer(request))
-        if request.options.n:
-            more = (_chat_result(self, request, each) for each in self._more_answers(request))
-            result.generations += [each.generations[0] for each in more]
+        ((first, *others),) = self._answers([request])
+        result = _chat_result(self, request, first)
+        result.generations += [_chat_result(self, request, each).generations[0] for each in others]
         return result
 
     async def _agenerate(
@@ -270,7 +324,7 @@ class ChatBlend(_LangChainModel, BaseChatModel):
     ) -> ChatResult:
         def answer(cancelled: threading.Event) -> tuple[Request, list[Generation]]:
             request = self._request(messages, stop, **kwargs)
-            return request, [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
+            return request, self._answers([request], cancelled)[0]
 
         request, answers = await run_in_thread(answer)
         return ChatResult(generations=[_chat_result(self, request, each).generations[0] for each in answers])
@@ -396,14 +450,7 @@ class BlendLLM(_LangChainModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        requests = [self._request(prompt, stop, **kwargs) for prompt in prompts]
-        return _llm_result(
-            self,
-            [
-                [self._answer(request), *(self._more_answers(request) if request.options.n else ())]
-                for request in requests
-            ],
-        )
+        return _llm_result(self, self._answers([self._request(prompt, stop, **kwargs) for prompt in prompts]))
 
     async def _agenerate(
         self,
@@ -412,14 +459,10 @@ class BlendLLM(_LangChainModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        def answer(prompt: str) -> Callable[[threading.Event], list[Generation]]:
-            def answers(cancelled: threading.Event) -> list[Generation]:
-                request = self._request(prompt, stop, **kwargs)
-                return [self._answer(request, cancelled), *self._more_answers(request, cancelled)]
+        def answers(cancelled: threading.Event) -> list[list[Generation]]:
+            return self._answers([self._request(prompt, stop, **kwargs) for prompt in prompts], cancelled)
 
-            return answers
-
-        return _llm_result(self, [await run_in_thread(answer(prompt)) for prompt in prompts])
+        return _llm_result(self, await run_in_thread(answers))
 
     def _stream(
         self,

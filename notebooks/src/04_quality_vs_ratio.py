@@ -81,7 +81,7 @@ def answer(prompt, mode, rule="auto", ratio=0.0):
     ids, token = [], int(prefilled.logits.argmax())
     while token not in engine.stop_ids() and len(ids) < MAX_TOKENS:
         ids.append(token)
-        token = int(engine.decode_step(token, prefilled.fused).argmax())
+        token = int(engine.decode_step([token], prefilled.fused).argmax())
     return engine.segmenter.decode(ids), prefilled.logits.float().log_softmax(-1), prefilled.report
 
 

@@ -1,6 +1,7 @@
 """One request from its first logits to its last word, for engines that decode token by token themselves.
 
-`GenerationStream` drives an engine's `prefill` and `decode_step`. Knows reports, sampling and text; nothing of how
+`GenerationStream` drives an engine's `prefill` and `decode_step`; or somebody else makes its steps beside those of
+others, see `batching`. Knows reports, sampling and text; nothing of how
 KV is stored or fused.
 """
 
@@ -104,6 +105,14 @@ class Prefilled:
     read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a stream waits for: the logits [vocabulary] that follow `tokens`, which are to go behind `fused`."""
+
+    tokens: Sequence[int]
+    fused: FusedKV
+
+
 class Listener(Protocol):
     """Wants to know which chunks of an answered prompt were stored."""
 
@@ -142,8 +151,9 @@ class GenerationStream:
         self._engine = engine
         self._request = request
         self._on_end = on_end
-        self._start_s = perf_counter()
         self._pieces = self._run()
+        self.start_s = 0.0  # when its turn came
+        self.waited_s = 0.0  # for others, with its next token chosen
         report = BlendReport(request.mode, request.rule, request.ratio)
         self.result = Generation("", [], "cancelled", report)
 
@@ -152,22 +162,39 @@ class GenerationStream:
 
     def __next__(self) -> str:
         self._engine.check_process()
-        return next(self._pieces)
+        got = self.advance()
+        while isinstance(got, Step):
+            try:
+                found: Tensor | BaseException = self._engine.decode_step(got.tokens, got.fused)
+            except BaseException as error:
+                found = error
+            got = self.advance(found)
+        return got
+
+    def advance(self, found: Tensor | BaseException | None = None) -> str | Step:
+        """To the next piece of text, or to the step whose logits it needs first: hand in those, or their error.
+
+        Raises StopIteration at the end, as `__next__` does, which makes the steps itself.
+        """
+        if isinstance(found, BaseException):
+            return self._pieces.throw(found)
+        return self._pieces.send(found)
 
     def close(self) -> None:
         """Stop generating. The result keeps what was made so far."""
         self._pieces.close()
 
-    def _run(self) -> Generator[str]:
+    def _run(self) -> Generator[str | Step, Tensor | None]:
         engine, request, result = self._engine, self._request, self.result
         if engine.closed:
             return
+        self.start_s = perf_counter()
         prefilled = engine.prefill(request)
         sampler = Sampler(request.options, request.prompt.token_ids)
         guide = request.grammar.guide() if request.grammar is not None else None
         token = sampler.choose(prefilled.logits if guide is None else guide.mask(prefilled.logits))
         result.report = report = prefilled.report
-        report.ttft_s = perf_counter() - self._start_s
+        report.ttft_s = perf_counter() - self.start_s
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
@@ -198,7 +225,8 @@ class GenerationStream:
                 if len(result.token_ids) >= limit:
                     result.finish_reason = "length"
                     break
-                logits = engine.decode_step(tokens, prefilled.fused)
+                logits = yield Step(tokens, prefilled.fused)
+                assert logits is not None
                 token = sampler.choose(logits if guide is None else guide.mask(logits))
             rest = scanner.push(text.flush()) + scanner.flush()
             if rest:
@@ -207,7 +235,7 @@ class GenerationStream:
             if request.mode in ("blend", "reuse") and not report.refused_reason:
                 engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
-            report.decode_s = perf_counter() - decode_start_s
+            report.decode_s = perf_counter() - decode_start_s - self.waited_s
             report.completion_tokens = len(result.token_ids)
             if sampler.logprobs is not None:
                 result.logprobs = [TokenLogprob(*each) for each in sampler.logprobs[: len(result.token_ids)]]

@@ -41,6 +41,7 @@ def load_engine(
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
+    max_num_seqs: int | None = None,
     **loading: Unpack[LoadKeywords],
 ) -> TransformersEngine: ...
 
@@ -57,6 +58,7 @@ def load_engine(
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
+    max_num_seqs: int | None = None,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
@@ -76,6 +78,7 @@ def load_engine(
     shadow: float = 0.0,
     context: ContextPolicy | None = None,
     new_model: bool = False,
+    max_num_seqs: int | None = None,
     vllm_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     timeout: float | None = None,
@@ -97,6 +100,9 @@ def load_engine(
     `shadow`: full prefill also runs, after the answer, for this share of the requests answered from fused KV;
     `engine.shadow` counts how often they agree, each report's `shadow` says what was found.
 
+    `max_num_seqs`: answers whose tokens are decoded together at most, each with its KV in memory; None is 8, and 1 is
+    one after another. With vLLM it is one of `vllm_options`.
+
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's own engine arguments; or "http://HOST:PORT", a
     server that `ragblend serve` started. Over HTTP the KV is the server's: `store` only remembers the chunks' texts,
     and what loads the model or is a tier's is set where the server starts (UsageError here), save where the tokenizer
@@ -116,6 +122,11 @@ def load_engine(
             raise UsageError(f"a loaded model is run here; with backend={redacted(backend)!r} give its name or path")
     options: dict[str, Any] = {"system": system, "namespace": namespace, "on_miss": on_miss, "shadow": shadow}
     options["context"] = context
+    if max_num_seqs is not None and backend != "transformers":
+        raise UsageError(
+            f"max_num_seqs is for an engine that decodes in this process, not for backend={redacted(backend)!r}; vLLM "
+            "takes it where it starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
+        )
     if (store is None or isinstance(store, str | Path)) and pair is None:
         options["flags"] = _command_flags(
             model=model, store=store, backend=backend, remote=_without_password(tiers.get("remote")),
@@ -138,6 +149,7 @@ def load_engine(
         raise UsageError(
             f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
+    from ragblend.engine.batching import MAX_NUM_SEQS
     from ragblend.engine.hf.engine import TransformersEngine
     from ragblend.engine.hf.layers import TransformersLayers
     from ragblend.engine.hf.model import load_model
@@ -168,6 +180,7 @@ def load_engine(
         name=loaded.name,
         fingerprint=loaded.fingerprint,
         **options,
+        max_num_seqs=MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs,
         machine=read_machine_profile(Path(store), loaded.fingerprint, machine_facts(layers.device))
         if isinstance(store, str | Path)
         else None,

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -46,6 +48,8 @@ from ragblend.redaction import redacted, without_secrets
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
+    from ragblend.engine.batching import ContinuousBatch
+    from ragblend.engine.generation import GenerationStream
     from ragblend.engine.notices import Notices
 
 T = TypeVar("T")
@@ -94,7 +98,7 @@ _OF_CALLS = frozenset({"segments", "tools", "tool_choice", "parallel_tool_calls"
 # Frameworks hand these down beside the user's own arguments; they say nothing to an engine.
 _NOT_FOR_US = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 # What `load_engine` takes and no field is for.
-_ENGINE_OPTIONS = frozenset({*TIER_NAMES, "shadow", "trust_remote_code", "new_model"}) - {"remote"}
+_ENGINE_OPTIONS = frozenset({*TIER_NAMES, "shadow", "trust_remote_code", "new_model", "max_num_seqs"}) - {"remote"}
 _LOADING = tuple(name for name in MODEL_NAMES if name != "trust_remote_code")  # ModelOptions that are fields
 _ENGINE_FIELDS = frozenset(  # what opens an engine
     {"model", "store", "remote", "backend", "system", "namespace", "on_miss", "context", "max_retries"}
@@ -166,7 +170,7 @@ class BlendModel(BaseModel):
     max_retries: int | None = None  # for a server; an engine in this process has nothing to retry
     api_key: Any = Field(default=None, exclude=True, repr=False)  # for a server; not kept here
     vllm_options: dict[str, Any] | None = None  # vLLM's own engine arguments, with backend="vllm"
-    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, disk_gib, shadow, ...
+    engine_options: dict[str, Any] | None = None  # more for `load_engine`: memory_gib, shadow, max_num_seqs, ...
     separator: str | None = None
     strict: bool = False
     max_matches: int = MAX_MATCHES  # ingested texts recognised in one message; the rest of it is read as text
@@ -400,26 +404,38 @@ class BlendModel(BaseModel):
                 yield piece
                 if cancelled is not None and cancelled.is_set():
                     return
-                if timeout_s is not None and perf_counter() - start_s > timeout_s:
-                    raise TimeoutError(
-                        f"the answer took longer than timeout={timeout_s} s; raise it or lower max_tokens"
-                    )
+                _check_time(start_s, timeout_s)
 
     def _answer(self, request: Request, cancelled: threading.Event | None = None) -> Generation:
-        """The whole answer; a set `cancelled` ends it early."""
-        stream = self._open(request)
-        for _ in self._pieces(stream, request, cancelled):
-            pass
-        return stream.result
+        """The whole answer, the first of several; a set `cancelled` ends it early."""
+        return self._answers([request], cancelled)[0][0]
 
-    def _more_answers(self, request: Request, cancelled: threading.Event | None = None) -> list[Generation]:
-        """The other `n` - 1 answers to a prompt, each with a seed of its own."""
-        answers: list[Generation] = []
-        for number in range(1, request.options.n or 1):
-            seed = request.options.seed
-            options = replace(request.options, seed=seed + number if seed is not None else None)
-            answers.append(self._answer(request._replace(options=options), cancelled))
-        return answers
+    def _answers(self, requests: Sequence[Request], cancelled: threading.Event | None = None) -> list[list[Generation]]:
+        """The `n` answers to each request; a set `cancelled` ends them early.
+
+        An engine in this process decodes them together, see `engine.batching`, beside those of other threads.
+        Raises the first error there was, once the others have ended.
+        """
+        asked = [self._each(request) if request.options.n else [request] for request in requests]
+        streams = [[self._open(request) for request in several] for several in asked]
+        batch: ContinuousBatch | None = getattr(self.engine, "batch", None)
+        if batch is None:
+            for request, stream in zip(chain(*asked), chain(*streams), strict=True):
+                for _ in self._pieces(stream, request, cancelled):
+                    pass
+        else:
+            timeout_s = requests[0].options.timeout if requests else None  # of one call, and so of all
+            watch = None if timeout_s is None and cancelled is None else partial(_is_over, timeout_s, cancelled)
+            for error in batch.finish(list(chain(*streams)), watch):  # type: ignore[arg-type]  # the engine's own
+                if error is not None:
+                    raise error
+        return [[stream.result for stream in several] for several in streams]
+
+    def _each(self, request: Request) -> list[Request]:
+        """A request for each of its `n` answers, each with a seed of its own."""
+        seed = request.options.seed
+        seeds = [None if seed is None else seed + number for number in range(request.options.n or 1)]
+        return [request._replace(options=replace(request.options, seed=each)) for each in seeds]
 
     def _logprobs(self, result: Generation) -> dict[str, Any]:
         """Log-probabilities of the answer's tokens in the form of OpenAI's chat API."""
@@ -439,6 +455,19 @@ class BlendModel(BaseModel):
         names = {"backend", "namespace", "system", *_OPTION_NAMES} - _OF_CALLS - {"timeout"}
         own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
+
+
+def _is_over(timeout_s: float | None, cancelled: threading.Event | None, stream: GenerationStream) -> bool:
+    """Whether an answer is to end here. Raises TimeoutError."""
+    if cancelled is not None and cancelled.is_set():
+        return True
+    _check_time(stream.start_s, timeout_s)
+    return False
+
+
+def _check_time(start_s: float, timeout_s: float | None) -> None:
+    if timeout_s is not None and perf_counter() - start_s > timeout_s:
+        raise TimeoutError(f"the answer took longer than timeout={timeout_s} s; raise it or lower max_tokens")
 
 
 def shown(value: Any) -> Any:
@@ -561,12 +590,20 @@ def precompute_and_register(documents: Sequence[Any], llm_or_engine: Any, names:
 # --- async ------------------------------------------------------------------------------------------------------------
 
 
+ASYNC_ANSWERS = 64
+"""Calls of asynchronous methods that are answered at a time. An event loop's own threads are fewer than an engine may
+decode together: four more than there are cores."""
+
+_threads: dict[int, ThreadPoolExecutor] = {}  # by process: a forked one has none of its parent's
+
+
 async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
-    """`function` on a thread of the loop's pool; its event is set when the caller is cancelled."""
+    """`function` on a thread of ours; its event is set when the caller is cancelled."""
     cancelled = threading.Event()
     call = partial(contextvars.copy_context().run, function, cancelled)
+    pool = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), ThreadPoolExecutor(ASYNC_ANSWERS, "ragblend"))
     try:
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
     except asyncio.CancelledError:
         cancelled.set()
         raise

@@ -61,6 +61,11 @@ def attend_rows(
     outputs = []
     for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
         start, end = block * BLOCK_ROWS, last + 1
+        if last == first:
+            outputs.append(
+                attend_last(query[:, :, start : start + 1], keys[:, :, :end], values[:, :, :end], scale, sight)
+            )
+            continue
         begin = 0 if sight.window is None else max(0, first + 1 - sight.window)
         if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
             factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -68,15 +73,13 @@ def attend_rows(
             bent = Queries(part, places, factor, sight)
             outputs.append(_attend_bent(bent, keys[0, :, begin:end], values[0, :, begin:end])[None])
             continue
-        mask = None
-        if last > first:  # a single row sees all keys that are left: no mask
-            block_rows = rows[start : start + BLOCK_ROWS, None]
-            mask = query.new_zeros(len(block_rows), end - begin)
-            hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` come before all
-            mask[:, first + 1 - begin :].masked_fill_(hidden, -torch.inf)
-            if sight.window is not None:
-                places = torch.arange(begin, end, device=rows.device)
-                mask.masked_fill_(places <= block_rows - sight.window, -torch.inf)
+        block_rows = rows[start : start + BLOCK_ROWS, None]
+        mask = query.new_zeros(len(block_rows), end - begin)
+        hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` come before all
+        mask[:, first + 1 - begin :].masked_fill_(hidden, -torch.inf)
+        if sight.window is not None:
+            places = torch.arange(begin, end, device=rows.device)
+            mask.masked_fill_(places <= block_rows - sight.window, -torch.inf)
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 query[:, :, start : start + BLOCK_ROWS],
@@ -88,6 +91,22 @@ def attend_rows(
             )
         )
     return torch.cat(outputs, dim=2)
+
+
+def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: Sight = PLAIN) -> Tensor:
+    """Attention of the one row that is behind all of `keys`, `values` [1, H, T, D], itself their last: [1, Hq, 1, D].
+
+    The heads that share a KV head are rows of one call, none masked: its keys and values are read once for all of them.
+    """
+    if sight.window is not None:
+        keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
+    if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        rows = torch.tensor([keys.shape[2] - 1], device=keys.device)
+        return _attend_bent(Queries(query[0], rows, factor, sight), keys[0], values[0])[None]
+    grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
+    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+    return output.reshape(1, query.shape[1], 1, values.shape[-1])
 
 
 def _attend_bent(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:

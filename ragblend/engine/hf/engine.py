@@ -1,7 +1,8 @@
 """Answer prompts from fused KV with a transformers model on one machine.
 
 Chunks are precomputed behind the default prefix; a request is settled, prefilled (see `blend`) and decoded. Safe to
-share between threads; one request computes at a time.
+share between threads: one request is prefilled at a time, and answers that are being made at the same time are decoded
+together (see `engine.batching`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, Item, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
@@ -24,7 +26,7 @@ from ragblend.engine.fusion.rules import (
     schedule,
 )
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request
+from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
 from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.constrain import Grammars
 from ragblend.engine.hf.explain import Explanation, explain
@@ -62,9 +64,11 @@ class TransformersEngine(BlendingEngine):
         *,
         check: bool = True,
         machine: MachineProfile | None = None,
+        max_num_seqs: int = MAX_NUM_SEQS,
         **options: Any,
     ) -> None:
         super().__init__(layers, segmenter, store, machine=machine, **options)
+        self.batch = ContinuousBatch(self._decode, max_num_seqs)
         disk = disk_tier(store)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = Calibrations(root, self.fingerprint, layers.num_layers, key)
@@ -143,9 +147,21 @@ class TransformersEngine(BlendingEngine):
     def generate(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Generation:
         """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
         stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
+        (error,) = self.batch.finish([stream])
+        if error is not None:
+            raise error
         return stream.result
+
+    def generate_batch(self, prompts: Sequence[SegmentedPrompt], **options: Unpack[Options]) -> list[Generation]:
+        """`generate` of each, their tokens decoded together, `max_num_seqs` at a time.
+
+        Raises the first error there was, once the others have ended.
+        """
+        streams = [self.stream(prompt, **options) for prompt in prompts]
+        for error in self.batch.finish(streams):
+            if error is not None:
+                raise error
+        return [stream.result for stream in streams]
 
     def stream(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> GenerationStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
@@ -212,6 +228,17 @@ class TransformersEngine(BlendingEngine):
                 hidden = self.layers.run_layer(layer, hidden, rows, fused)
             fused.length += len(tokens)
             return self.layers.logits(hidden[-1:])[0]
+
+    @torch.inference_mode()
+    def _decode(self, steps: Sequence[Step]) -> Sequence[Tensor]:
+        """`decode_step` of each, at once; of several they are the same up to float noise."""
+        if len(steps) == 1:
+            return [self.decode_step(steps[0].tokens, steps[0].fused)]
+        with self._lock:
+            logits = self.layers.run_joined([step.tokens for step in steps], [step.fused for step in steps])
+            for step in steps:
+                step.fused.length += len(step.tokens)
+            return logits.unbind()
 
     def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None:
         """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""

@@ -22,10 +22,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight, attend_rows
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
 from ragblend.engine.hf.adapters import adapters_at_work
 from ragblend.engine.hf.families import Latent, context_length, family_of, layer_windows, rope_parameters, text_decoder
+from ragblend.engine.hf.joined import FewRows, Joined, JoinedCache, attend_joined, place
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import RagblendError
 
@@ -93,19 +95,22 @@ def _attention(
     blend_rows: Tensor | None = None,
     blend_watch: Watch | None = None,
     blend_packed: Packed | None = None,
+    blend_joined: Joined | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The model's own attention `whole`, except where a layer is run over scattered rows or packed chunks.
+    """The model's own attention `whole`, except where a layer runs scattered rows, packed chunks or several prompts.
 
     Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
     """
     sight = Sight(blend_window, softcap, s_aux)
     if blend_packed is not None:
         return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_joined is not None:
+        return attend_joined(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_as_written(module, query, key, value, attention_mask, scaling=scaling, **bends), None
@@ -338,6 +343,18 @@ class TransformersLayers:
         packed = Packed(behind if self.attended is None else self.attended(layer, behind), spans)
         hidden, keys = self._tapped(layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed))
         return hidden, LayerKV(keys, cache.values)
+
+    def run_joined(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
+        """The next tokens of several prompts, one at least of each, through all layers: the logits [B, vocabulary] of
+        what follows each. Their K/V go behind the `length` rows of each prompt's `fused`; the lengths stay."""
+        places = place([len(ids) for ids in token_ids], fused, self.device)
+        joined = Joined(places, JoinedCache(places, self._latent, self.attended))
+        rows = torch.cat([each.rows for each in places])
+        with FewRows():
+            hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
+            for layer in range(self.num_layers):
+                hidden = self._run(layer, hidden, rows, joined.cache, blend_joined=joined)
+            return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def _tapped(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""

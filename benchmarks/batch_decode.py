@@ -1,0 +1,186 @@
+"""Answers decoded together against the same answers one after another: requests and tokens per second.
+
+    python -m benchmarks.batch_decode --threads 1 --out data/results/batch-decode.json
+
+In every round the requests are answered one after another, then by `generate_batch`, so many at a time: side by side,
+warm-up outside, the median of the rounds' ratios. Every prompt is blended from chunks that are stored; prefilling is
+per request either way. `speedup` is of whole requests, `decode_speedup` of their decoding alone. Read `measure` first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter, process_time
+from typing import Any
+
+import typer
+
+from ragblend.bench.common.hardware import card_lines, hardware_card
+from ragblend.bench.common.output import Column, on_terminal, table
+from ragblend.bench.common.shapes import SHAPES
+from ragblend.bench.common.workloads import draw_prompts, engine_for, engine_for_model
+from ragblend.cli.options import split_counts, split_names
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.model import load_model
+from ragblend.engine.report import Generation
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.options import ModelOptions
+from ragblend.prompt.prompt import SegmentedPrompt
+
+NUM_ALONE = 8
+"""Requests that are answered one after another in each round."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """So many requests at a time; all values are medians of the rounds'. The `alone` ones are of the same rounds.
+
+    `cpu_speedup` and `decode_cpu_speedup` are the same ratios of CPU seconds, which other processes of a shared machine
+    change less; with one thread on a quiet machine they are the same.
+    """
+
+    model: str
+    max_num_seqs: int
+    requests_per_s: float
+    requests_per_s_alone: float
+    step_s: float  # one decode step of all
+    step_s_alone: float
+    speedup: float  # requests per second over those of one after another
+    decode_speedup: float  # tokens per second of decoding, prefilling left out
+    cpu_speedup: float
+    decode_cpu_speedup: float
+    num_same_answers: int  # token for token those of one after another, in the last round
+
+
+class Timed:
+    """What some requests took, in seconds per request of the clock and of the CPU, and in seconds per decode step."""
+
+    def __init__(self, answer: Callable[[], list[Generation]]) -> None:
+        start_s, cpu_start_s = perf_counter(), process_time()
+        self.answers = answer()
+        self.request_s = (perf_counter() - start_s) / len(self.answers)
+        self.request_cpu_s = (process_time() - cpu_start_s) / len(self.answers)
+        reports = [each.report for each in self.answers if each.report.completion_tokens > 1]
+        self.step_s = fmean([each.decode_s / (each.completion_tokens - 1) for each in reports] or [0.0])
+
+
+def measure(
+    engine: TransformersEngine,
+    prompts: Sequence[SegmentedPrompt],
+    sizes: Sequence[int],
+    answer_tokens: int,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> list[BatchRun]:
+    """Every size beside one after another, in turns; `prompts` are as many as the largest size."""
+
+    def alone(max_tokens: int) -> list[Generation]:
+        return [engine.generate(prompt, max_tokens=max_tokens) for prompt in prompts[:NUM_ALONE]]
+
+    def together(size: int) -> list[Generation]:
+        engine.batch.max_num_seqs = size
+        return engine.generate_batch(prompts[:size], max_tokens=answer_tokens)
+
+    engine.generate_batch(prompts[:2], max_tokens=2)  # warm-up
+    rounds = []
+    for number in range(repeats):
+        tell(f"{engine.name}: round {number + 1} of {repeats}")
+        prefilled, one_by_one = Timed(partial(alone, 1)), Timed(partial(alone, answer_tokens))
+        rounds.append((prefilled, one_by_one, {size: Timed(partial(together, size)) for size in sizes}))
+    return [_run(engine.name, size, [(first, own, found[size]) for first, own, found in rounds]) for size in sizes]
+
+
+def _run(name: str, size: int, rounds: Sequence[tuple[Timed, Timed, Timed]]) -> BatchRun:
+    answers = zip(rounds[-1][2].answers, rounds[-1][1].answers, strict=False)
+    return BatchRun(
+        name,
+        size,
+        median(1 / together.request_s for _, _, together in rounds),
+        median(1 / alone.request_s for _, alone, _ in rounds),
+        median(together.step_s for _, _, together in rounds),
+        median(alone.step_s for _, alone, _ in rounds),
+        median(alone.request_s / together.request_s for _, alone, together in rounds),
+        median(size * alone.step_s / together.step_s for _, alone, together in rounds),
+        median(alone.request_cpu_s / together.request_cpu_s for _, alone, together in rounds),
+        median(
+            (alone.request_cpu_s - prefilled.request_cpu_s) / (together.request_cpu_s - prefilled.request_cpu_s)
+            for prefilled, alone, together in rounds
+        ),
+        sum(mine.token_ids == own.token_ids for mine, own in answers),
+    )
+
+
+COLUMNS = (
+    Column("model", "<14", "model"), Column("together", ">9", "max_num_seqs"),
+    Column("req/s", ">8.3f", "requests_per_s"), Column("alone", ">8.3f", "requests_per_s_alone"),
+    Column("step ms", ">9.1f", lambda run: 1e3 * run.step_s),
+    Column("alone", ">8.1f", lambda run: 1e3 * run.step_s_alone),
+    Column("speedup", ">9.2fx", "speedup"), Column("decode", ">9.2fx", "decode_speedup"),
+    Column("by CPU s", ">9.2fx", "cpu_speedup"), Column("decode", ">9.2fx", "decode_cpu_speedup"),
+    Column("same", ">6", "num_same_answers"),
+)  # fmt: skip
+
+
+def opened(subject: str, dtype: str, seed: int) -> TransformersEngine:
+    """An engine over a shape with random weights, or over a checkpoint, whose answers are as long as they may be."""
+    store = MemoryStore(1 << 33)
+    if subject in SHAPES:
+        engine = engine_for(subject, store, seed=seed)
+    else:
+        engine = engine_for_model(load_model(subject, ModelOptions(dtype=dtype)), store)
+    engine.name = Path(engine.name).name
+    engine.layers.model.generation_config.eos_token_id = None
+    return engine
+
+
+def main(
+    subjects: str = "llama-200m,models/smollm2",
+    sizes: str = "2,4,8,16",
+    chunks: int = 6,
+    chunk_tokens: int = 256,
+    question_tokens: int = 32,
+    answer_tokens: int = 64,
+    repeats: int = 3,
+    threads: int | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Shapes and checkpoints, in float32. Table on stderr, one line of JSON on stdout, and in a file."""
+    use_threads(threads)
+    quiet_libraries()
+    counts, runs = split_counts(sizes), list[BatchRun]()
+    for subject in split_names(subjects):
+        engine = opened(subject, "float32", seed)
+        lengths = (2 * chunks, chunks, chunk_tokens, question_tokens)
+        work = draw_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed)
+        for chunk in work.chunks:
+            engine.precompute(chunk)
+        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, on_terminal() or (lambda line: None))
+        engine.close()
+    config = {
+        "dtype": "float32", "num_chunks": chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
+        "answer_tokens": answer_tokens, "repeats": repeats, "threads": threads, "seed": seed,
+    }  # fmt: skip
+    facts: dict[str, Any] = {
+        "schema_version": 1,
+        "command": "benchmarks.batch_decode",
+        "hardware": hardware_card(),
+        "config": config,
+        "runs": [asdict(run) for run in runs],
+    }
+    for line in (*card_lines(facts["hardware"]), "", *table(COLUMNS, runs)):
+        err.print(line)
+    if out is not None:
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    print_json(facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

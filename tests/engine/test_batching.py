@@ -1,0 +1,291 @@
+"""Answers made together are those made one after another, whoever else is there, fails, or leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragblend.engine import batching, generation
+from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
+from ragblend.engine.generation import GenerationStream, Step
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.report import Generation
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import PromptTooLongError, UsageError
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
+
+pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
+
+CHUNKS = (
+    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
+    Chunk("question the chunk with that theory", source="two.txt"),
+    Chunk("what the other question is and the answer to it", source="three.txt"),
+)
+PROMPTS = tuple(
+    SegmentedPrompt(CHUNKS[first : first + count], question)
+    for first in range(2)
+    for count in range(3)
+    for question in ("what is that?", "the theory of the chunk, and the answer to the other question?")
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter) -> Iterator[TransformersEngine]:
+    """A tiny Llama whose store holds CHUNKS. Shared: answering leaves it as it was."""
+    store = MemoryStore(1 << 26)
+    with TransformersEngine(
+        tiny_layers("llama"), segmenter, store, name="tiny-llama", fingerprint="llama", on_miss="inline"
+    ) as made:
+        for chunk in CHUNKS:
+            made.precompute(chunk)
+        yield made
+
+
+def same(found: Generation, expected: Generation) -> None:
+    """The same answer; what the model thought of it may differ by float noise."""
+    facts = [
+        (each.text, each.token_ids, each.finish_reason, each.report.num_reused_tokens) for each in (found, expected)
+    ]
+    assert facts[0] == facts[1]
+    assert found.report.completion_tokens == len(found.token_ids)
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def finished(engine: TransformersEngine, streams: Sequence[GenerationStream], **how: Any) -> list[Generation]:
+    """The answers of streams, none of which fails."""
+    assert engine.batch.finish(streams, **how) == [None] * len(streams)
+    return [stream.result for stream in streams]
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 14)},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "seed": st.integers(0, 99),
+        "top_p": st.sampled_from([0.5, 1.0]),
+        "top_k": st.sampled_from([1, 5]),
+        "min_p": st.just(0.05),
+        "repetition_penalty": st.just(1.3),
+        "presence_penalty": st.just(0.5),
+        "frequency_penalty": st.just(0.5),
+        "logit_bias": st.dictionaries(st.integers(3, 290), st.sampled_from([-5.0, 5.0]), max_size=3),
+        "logprobs": st.booleans(),
+        "stop": st.lists(st.sampled_from(["e", "th", "xyz"]), max_size=2),
+        "mode": st.sampled_from(["blend", "full", "reuse", "prefix"]),
+        "recompute_ratio": st.sampled_from([0.1, 1.0]),
+    },
+)
+
+
+@settings(max_examples=25)
+@given(asked=st.lists(st.tuples(st.sampled_from(PROMPTS), OPTIONS), min_size=1, max_size=12))
+def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
+    engine: TransformersEngine, asked: list[tuple[SegmentedPrompt, dict[str, Any]]]
+) -> None:
+    asked = [(prompt, {"seed": 0, **options}) for prompt, options in asked]
+    expected = [engine.generate(prompt, **options) for prompt, options in asked]
+    found = finished(engine, [engine.stream(prompt, **each) for prompt, each in asked])
+    for mine, theirs in zip(found, expected, strict=True):
+        same(mine, theirs)
+
+
+def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -> None:
+    sizes: list[int] = []
+    decode = engine.batch._decode
+    monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    lengths = [2, 9, 5, 9, 3]
+    answers = finished(engine, [engine.stream(PROMPTS[0], max_tokens=count) for count in lengths])
+    assert [len(answer.token_ids) for answer in answers] == lengths  # PROMPTS[0] goes on for so long
+    assert sizes == [5, 4, 3, 3, 2, 2, 2, 2]
+
+
+def test_no_more_are_decoded_together_than_was_said(tiny_engine, monkeypatch) -> None:
+    engine = tiny_engine("llama", max_num_seqs=3)
+    expected = engine.generate(PROMPTS[0], max_tokens=6)
+    sizes: list[int] = []
+    decode = engine.batch._decode
+    monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    for answer in engine.generate_batch([PROMPTS[0]] * 7, max_tokens=6):
+        same(answer, expected)
+    assert max(sizes) == 3
+    assert len(sizes) == 15  # 5 steps each, of 3 + 3 + 1
+
+
+def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch) -> None:
+    engine = tiny_engine("llama", max_num_seqs=1)
+    monkeypatch.setattr(engine.layers, "run_joined", None)  # would raise
+    assert [len(each.token_ids) for each in engine.generate_batch(PROMPTS[:3], max_tokens=4)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_a_number_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="max_num_seqs"):
+        ContinuousBatch(lambda steps: [], value)
+
+
+# --- errors, ends and threads ---
+
+
+def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch) -> None:
+    prompts = PROMPTS[:5]
+    expected = [engine.generate(prompt, max_tokens=8) for prompt in prompts]
+    streams = [engine.stream(prompt, max_tokens=8) for prompt in prompts]
+    prefill, decode = engine.prefill, engine.batch._decode
+
+    def failing_prefill(request):
+        if request is streams[1]._request:
+            raise RuntimeError("no memory for it")
+        return prefill(request)
+
+    def failing_decode(steps: Sequence[Step]) -> Sequence[Tensor]:
+        if any(step.fused.length == streams[3]._request.prompt.num_tokens + 4 for step in steps):
+            raise RuntimeError("its KV is gone")
+        return decode(steps)
+
+    streams[3] = engine.stream(
+        SegmentedPrompt(CHUNKS, "a question that no other is as long as: what is it?"), max_tokens=8
+    )
+    monkeypatch.setattr(engine, "prefill", failing_prefill)
+    monkeypatch.setattr(engine.batch, "_decode", failing_decode)
+    errors = engine.batch.finish(streams)
+    assert [str(error) if error else None for error in errors] == [
+        None,
+        "no memory for it",
+        None,
+        "its KV is gone",
+        None,
+    ]
+    for number in (0, 2, 4):
+        same(streams[number].result, expected[number])
+    assert streams[3].result.finish_reason == "cancelled"
+    assert len(streams[3].result.token_ids) == 5
+    monkeypatch.undo()
+    same(engine.generate_batch([prompts[0]], max_tokens=8)[0], expected[0])
+
+
+def test_generate_batch_raises_the_first_error_and_checks_before_it_starts(engine, monkeypatch) -> None:
+    with pytest.raises(PromptTooLongError):
+        engine.generate_batch([PROMPTS[0], SegmentedPrompt((), "word " * 3000)], max_tokens=4)
+    monkeypatch.setattr(engine, "prefill", lambda request: (_ for _ in ()).throw(RuntimeError("no memory for it")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.generate_batch(PROMPTS[:2], max_tokens=4)
+
+
+def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
+    expected = engine.generate(PROMPTS[0], max_tokens=10)
+    streams = [engine.stream(PROMPTS[0], max_tokens=10) for _ in range(4)]
+
+    def watch(stream: GenerationStream) -> bool:
+        if stream is streams[1] and len(stream.result.token_ids) >= 3:
+            raise TimeoutError("too slow")
+        return stream is streams[2] and len(stream.result.token_ids) >= 2
+
+    errors = engine.batch.finish(streams, watch)
+    assert [type(error) for error in errors] == [type(None), TimeoutError, type(None), type(None)]
+    assert streams[2].result.finish_reason == "cancelled"
+    assert streams[2].result.token_ids == expected.token_ids[: len(streams[2].result.token_ids)]
+    assert streams[2].result.report.completion_tokens < 10
+    same(streams[0].result, expected)
+    same(streams[3].result, expected)
+
+
+@pytest.mark.parametrize("num_threads", [3, MAX_NUM_SEQS + 4])
+def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeypatch, num_threads: int) -> None:
+    asked = [(PROMPTS[number % len(PROMPTS)], 16 + number) for number in range(num_threads)]
+    expected = [engine.generate(prompt, max_tokens=count) for prompt, count in asked]
+    sizes: list[int] = []
+    decode = engine.batch._decode
+    monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    barrier = threading.Barrier(num_threads)
+
+    def answer(each: tuple[SegmentedPrompt, int]) -> Generation:
+        barrier.wait()
+        return engine.generate(each[0], max_tokens=each[1])
+
+    for _ in range(3):
+        with ThreadPoolExecutor(num_threads) as pool:
+            for mine, theirs in zip(pool.map(answer, asked), expected, strict=True):
+                same(mine, theirs)
+    assert 1 < max(sizes) <= MAX_NUM_SEQS
+    assert (engine.batch._num_taken, engine.batch._num_starting, engine.batch._is_driven) == (0, 0, False)
+
+
+def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(engine, monkeypatch) -> None:
+    """Ctrl-C while one thread makes the steps of both: its answer ends, the other's goes on."""
+    expected = engine.generate(PROMPTS[1], max_tokens=12)
+    both_run, main, found = threading.Event(), threading.current_thread(), []
+    decode = engine.batch._decode
+
+    def interrupted(steps: Sequence[Step]) -> Sequence[Tensor]:
+        if len(steps) == 2 and threading.current_thread() is main:
+            both_run.set()
+            raise KeyboardInterrupt
+        return decode(steps)
+
+    monkeypatch.setattr(engine.batch, "_decode", interrupted)
+    other = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS[1], max_tokens=12)))
+
+    def start_other(stream: GenerationStream) -> bool:
+        if not other.ident:
+            other.start()
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+    other.join(60)
+    assert both_run.is_set()
+    same(found[0], expected)
+    assert engine.batch._num_taken == 0
+
+
+def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
+    engine = tiny_engine("llama")
+    streams = [engine.stream(prompt, max_tokens=1000) for prompt in PROMPTS[:3]]
+
+    def watch(stream: GenerationStream) -> bool:
+        if len(stream.result.token_ids) == 4:
+            engine.close()
+        return False
+
+    for answer in finished(engine, streams, watch=watch):
+        assert answer.finish_reason == "cancelled"
+        assert len(answer.token_ids) < 8
+
+
+def test_reports_of_a_batch_tell_each_answers_own_times(engine, monkeypatch) -> None:
+    """Waiting for another's prefill is neither its time to first token nor its decoding; a shared step is."""
+    now_s, prefill, decode = [0.0], engine.prefill, engine.batch._decode
+
+    def passing(seconds: float, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def slow(asked: Any) -> Any:
+            now_s[0] += seconds
+            return function(asked)
+
+        return slow
+
+    for module in (generation, batching):
+        monkeypatch.setattr(module, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(engine, "prefill", passing(100.0, prefill))
+    monkeypatch.setattr(engine.batch, "_decode", passing(1.0, decode))
+    reports = [answer.report for answer in engine.generate_batch(PROMPTS[:4], max_tokens=4)]
+    assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
+
+
+def test_a_stream_beside_a_batch_is_left_alone(engine) -> None:
+    expected = engine.generate(PROMPTS[2], max_tokens=8)
+    stream = engine.stream(PROMPTS[2], max_tokens=8)
+    pieces = [next(stream)]
+    engine.generate_batch(PROMPTS[:3], max_tokens=5)
+    assert "".join([*pieces, *stream]) == expected.text
+    same(stream.result, expected)
