@@ -240,9 +240,3 @@ def test_results_of_other_tools_are_left_to_the_agents_model(chat: ChatBlend, re
         ToolCaller(responses=[]), [blend_tool(retriever)], middleware=[answer_with(chat, "another_tool")]
     )
     assert agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].text == "mine"
-
-
-def test_our_model_as_the_agents_own_says_what_to_do(chat: ChatBlend, retriever: BlendRetriever) -> None:
-    agent: Any = create_agent(chat, [blend_tool(retriever)])
-    with pytest.raises(NotImplementedError, match="blend_tool"):
-        agent.invoke({"messages": [HumanMessage(QUESTION)]})
