@@ -222,6 +222,9 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
     assert runs["cacheblend"]["recovered_token_f1"] is None
     assert runs["cacheblend"]["rouge_l"] is None
     assert runs["first_k"]["gold_loss_over_base"][0] == pytest.approx(0.15)
+    assert runs["first_k"]["gold_loss_over_equal"]["cacheblend"][0] == pytest.approx(0.15)
+    assert list(runs["first_k"]["gold_loss_over_equal"]) == ["cacheblend"]
+    assert "gold_loss_over_equal" not in runs["cacheblend"]
     assert json.loads(json.dumps(summarise(records, [""] * 4), allow_nan=False))
     assert summarise({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
     backwards = {

@@ -60,6 +60,9 @@ BASE = Configuration("blend", "cacheblend", 0.15)
 """What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
 chunks that are stored as the paper stores them, or in the first context that is run."""
 
+PAPER_RULES = ("cacheblend", "cacheblend_k")
+"""What a run is compared with at its own ratio or budget in its own context, too: CacheBlend's rule and LMCache's."""
+
 MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
 _STORE_BYTES = 1 << 33  # one prompt's chunks
 
@@ -238,6 +241,8 @@ def summarise(records: dict[Configuration, list[Record]], kinds: Sequence[str]) 
 
 def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
     table, base, reuse = tables[configuration], _in_first_context(tables, BASE), _in_first_context(tables, REUSE)
+    equals = {rule: configuration._replace(rule=rule) for rule in PAPER_RULES if configuration.mode == "blend"}
+    equal = {rule: tables[each] for rule, each in equals.items() if each in tables and each != configuration}
     run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
     for column, name in enumerate(Record._fields):
         values = table[:, column]
@@ -248,8 +253,9 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
         if run[name] is not None:
             run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_known(table[:, column]))
             if base is not None:
-                less = _known(table[:, column] - base[:, column])
-                run[f"{name}_over_base"] = [float(less.mean()), *mean_interval(less)]
+                run[f"{name}_over_base"] = _difference(table, base, column)
+            if equal:
+                run[f"{name}_over_equal"] = {rule: _difference(table, each, column) for rule, each in equal.items()}
     for name, sign in RECOVERED.items():
         column = Record._fields.index(name)
         if FULL in tables and reuse is not None:
@@ -258,6 +264,12 @@ def _run(configuration: Configuration, kind: str, tables: dict[Configuration, ND
         else:
             run[f"recovered_{name}"] = None
     return run
+
+
+def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
+    """The mean of what each question has over what it has in `other`, and its 95 % interval."""
+    less = _known(table[:, column] - other[:, column])
+    return [float(less.mean()), *mean_interval(less)]
 
 
 def _in_first_context(
