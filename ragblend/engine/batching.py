@@ -90,7 +90,7 @@ class ContinuousBatch:
                     self._changed.wait_for(
                         lambda: (
                             (todo and self._num_taken < self.max_num_seqs)
-                            or not self._is_driven
+                            or (self._running and not self._is_driven)
                             or (not todo and all(member.is_done for member in members))
                         )
                     )
@@ -107,6 +107,7 @@ class ContinuousBatch:
                     member.is_dropped = True
                 if not self._is_driven:
                     self._leave()
+                    self._changed.notify_all()
             raise
         return [member.error for member in members]
 
@@ -136,10 +137,9 @@ class ContinuousBatch:
                     self._changed.wait_for(lambda: not self._num_starting, timeout=self._step_s)
                     self._leave()
                     running = list(self._running)
-                    if todo and self._num_taken < self.max_num_seqs:
+                    if not running or (todo and self._num_taken < self.max_num_seqs):
                         return
-                if running:
-                    self._step(running)
+                self._step(running)
         finally:
             with self._changed:
                 self._is_driven = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -219,6 +220,25 @@ def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeyp
                 same(mine, theirs)
     assert 1 < max(sizes) <= MAX_NUM_SEQS
     assert (engine.batch._num_taken, engine.batch._num_starting, engine.batch._is_driven) == (0, 0, False)
+
+
+def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_engine, monkeypatch) -> None:
+    engine = tiny_engine("llama", max_num_seqs=1)
+    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._leave
+
+    def slow(request):
+        in_prefill.set()
+        time.sleep(0.2)
+        return prefill(request)
+
+    monkeypatch.setattr(engine, "prefill", slow)
+    monkeypatch.setattr(engine.batch, "_leave", lambda: looks.append(len(engine.batch._running)) or leave())
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.generate, PROMPTS[0], max_tokens=3)
+        assert in_prefill.wait(60)
+        others = [pool.submit(engine.generate, PROMPTS[1], max_tokens=3) for _ in range(2)]
+        assert [len(each.result().token_ids) for each in (first, *others)] == [3, 3, 3]
+    assert looks.count(0) < 20  # a busy loop looks thousands of times
 
 
 def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(engine, monkeypatch) -> None:
