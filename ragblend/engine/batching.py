@@ -18,6 +18,7 @@ from time import perf_counter
 from torch import Tensor
 
 from ragblend.engine.generation import GenerationStream, Step
+from ragblend.errors import RagblendError
 from ragblend.options import whole_from
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ class _Member:
             self.step, self.since_s = got, perf_counter()
         except StopIteration:
             self.step, self.is_done = None, True
-        except BaseException as error:
+        except Exception as error:
             self.end(error)
-            if not isinstance(error, Exception):  # an interrupt is for the thread, and not this answer's
-                raise
+        except BaseException as error:  # an interrupt is for the thread that it came in, which may not be this answer's
+            self.end(RagblendError(f"the answer was broken off by a {type(error).__name__} in another thread; ask again"))
+            raise
 
     def end(self, error: BaseException | None = None) -> None:
         """Break it off: it is over, as far as it came."""

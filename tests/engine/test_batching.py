@@ -20,7 +20,7 @@ from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
-from ragblend.errors import PromptTooLongError, UsageError
+from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -266,6 +266,33 @@ def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(eng
     other.join(60)
     assert both_run.is_set()
     same(found[0], expected)
+    assert engine.batch._num_taken == 0
+
+
+def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(engine) -> None:
+    """What is half done cannot go on; but who never pressed Ctrl-C must not be told that they did."""
+    main, found = threading.current_thread(), []
+
+    def interrupted(stream: GenerationStream) -> bool:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return False
+
+    other = threading.Thread(
+        target=lambda: found.extend(engine.batch.finish([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted))
+    )
+
+    def start_other(stream: GenerationStream) -> bool:
+        if not other.ident:
+            other.start()
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+    other.join(60)
+    (error,) = found
+    assert isinstance(error, RagblendError)
+    assert "by a KeyboardInterrupt in another thread" in str(error)
     assert engine.batch._num_taken == 0
 
 
