@@ -56,7 +56,9 @@ class _Member:
         except Exception as error:
             self.end(error)
         except BaseException as error:  # an interrupt is for the thread that it came in, which may not be this answer's
-            self.end(RagblendError(f"the answer was broken off by a {type(error).__name__} in another thread; ask again"))
+            self.end(
+                RagblendError(f"the answer was broken off by a {type(error).__name__} in another thread; ask again")
+            )
             raise
 
     def end(self, error: BaseException | None = None) -> None:

@@ -57,7 +57,9 @@ class Grammars:
         try:
             key = f"{kind} {value if isinstance(value, str) else json.dumps(value)}"
         except (TypeError, ValueError) as error:
-            raise UsageError(f"structured_outputs has a {kind} that is not JSON ({error}); give plain values") from error
+            raise UsageError(
+                f"structured_outputs has a {kind} that is not JSON ({error}); give plain values"
+            ) from error
         with self._lock:
             tokenizer = self._tokenizer
             known = self._compiled.get(key)
