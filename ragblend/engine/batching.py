@@ -18,6 +18,7 @@ from time import perf_counter
 from torch import Tensor
 
 from ragblend.engine.generation import GenerationStream, Step
+from ragblend.errors import RagblendError
 from ragblend.options import whole_from
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,13 @@ class _Member:
             self.step, self.since_s = got, perf_counter()
         except StopIteration:
             self.step, self.is_done = None, True
-        except BaseException as error:
+        except Exception as error:
             self.end(error)
-            if not isinstance(error, Exception):  # an interrupt is for the thread, and not this answer's
-                raise
+        except BaseException as error:  # an interrupt is for the thread that it came in, which may not be this answer's
+            self.end(
+                RagblendError(f"the answer was broken off by a {type(error).__name__} in another thread; ask again")
+            )
+            raise
 
     def end(self, error: BaseException | None = None) -> None:
         """Break it off: it is over, as far as it came."""
@@ -90,7 +94,7 @@ class ContinuousBatch:
                     self._changed.wait_for(
                         lambda: (
                             (todo and self._num_taken < self.max_num_seqs)
-                            or not self._is_driven
+                            or (self._running and not self._is_driven)
                             or (not todo and all(member.is_done for member in members))
                         )
                     )
@@ -107,6 +111,7 @@ class ContinuousBatch:
                     member.is_dropped = True
                 if not self._is_driven:
                     self._leave()
+                    self._changed.notify_all()
             raise
         return [member.error for member in members]
 
@@ -136,10 +141,9 @@ class ContinuousBatch:
                     self._changed.wait_for(lambda: not self._num_starting, timeout=self._step_s)
                     self._leave()
                     running = list(self._running)
-                    if todo and self._num_taken < self.max_num_seqs:
+                    if not running or (todo and self._num_taken < self.max_num_seqs):
                         return
-                if running:
-                    self._step(running)
+                self._step(running)
         finally:
             with self._changed:
                 self._is_driven = False

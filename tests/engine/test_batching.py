@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
-from ragblend.errors import PromptTooLongError, UsageError
+from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
@@ -221,6 +222,25 @@ def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeyp
     assert (engine.batch._num_taken, engine.batch._num_starting, engine.batch._is_driven) == (0, 0, False)
 
 
+def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_engine, monkeypatch) -> None:
+    engine = tiny_engine("llama", max_num_seqs=1)
+    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._leave
+
+    def slow(request):
+        in_prefill.set()
+        time.sleep(0.2)
+        return prefill(request)
+
+    monkeypatch.setattr(engine, "prefill", slow)
+    monkeypatch.setattr(engine.batch, "_leave", lambda: looks.append(len(engine.batch._running)) or leave())
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.generate, PROMPTS[0], max_tokens=3)
+        assert in_prefill.wait(60)
+        others = [pool.submit(engine.generate, PROMPTS[1], max_tokens=3) for _ in range(2)]
+        assert [len(each.result().token_ids) for each in (first, *others)] == [3, 3, 3]
+    assert looks.count(0) < 20  # a busy loop looks thousands of times
+
+
 def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(engine, monkeypatch) -> None:
     """Ctrl-C while one thread makes the steps of both: its answer ends, the other's goes on."""
     expected = engine.generate(PROMPTS[1], max_tokens=12)
@@ -246,6 +266,33 @@ def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(eng
     other.join(60)
     assert both_run.is_set()
     same(found[0], expected)
+    assert engine.batch._num_taken == 0
+
+
+def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(engine) -> None:
+    """What is half done cannot go on; but who never pressed Ctrl-C must not be told that they did."""
+    main, found = threading.current_thread(), []
+
+    def interrupted(stream: GenerationStream) -> bool:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return False
+
+    other = threading.Thread(
+        target=lambda: found.extend(engine.batch.finish([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted))
+    )
+
+    def start_other(stream: GenerationStream) -> bool:
+        if not other.ident:
+            other.start()
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+    other.join(60)
+    (error,) = found
+    assert isinstance(error, RagblendError)
+    assert "by a KeyboardInterrupt in another thread" in str(error)
     assert engine.batch._num_taken == 0
 
 

@@ -54,7 +54,12 @@ class Grammars:
         except ImportError as error:
             raise ImportError(_INSTALL) from error
         ((kind, value),) = asked.items()
-        key = f"{kind} {value if isinstance(value, str) else json.dumps(value)}"
+        try:
+            key = f"{kind} {value if isinstance(value, str) else json.dumps(value)}"
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"structured_outputs has a {kind} that is not JSON ({error}); give plain values"
+            ) from error
         with self._lock:
             tokenizer = self._tokenizer
             known = self._compiled.get(key)
@@ -115,6 +120,8 @@ class Grammars:
             return LLMatcher.grammar_from_lark(value)
         if kind == "choice":
             options = " | ".join(map(self._literal, [value] if isinstance(value, str) else value))
+            if not options:
+                raise ValueError("there is nothing to choose from")
             return LLMatcher.grammar_from_lark(f"start: {options}")
         if kind == "structural_tag":
             return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(_read(value)["format"]))

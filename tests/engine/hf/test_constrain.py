@@ -174,6 +174,9 @@ def test_every_token_that_ends_an_answer_may_end_it(segmenter: Segmenter) -> Non
         ({"structural_tag": {}}, "structural_tag that cannot be followed"),
         ({"xml": 1}, "choose one of json, json_object, regex, choice, grammar, structural_tag"),
         ({"json": {}, "regex": "a"}, "choose one of json"),
+        ({"json": str}, "json that is not JSON .*type"),
+        ({"json": {"enum": [{1}]}}, "json that is not JSON .*set"),
+        ({"choice": []}, "nothing to choose from"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_anything_is_computed(
