@@ -83,6 +83,7 @@ class ContinuousBatch:
         self._num_starting = 0  # of them, those that are being prefilled
         self._is_driven = False
         self._step_s = 0.0  # what the last step took
+        self._known_errors: set[str] = set()
 
     def finish(self, streams: Sequence[GenerationStream], watch: Watch | None = None) -> list[BaseException | None]:
         """Take all of `streams` to their ends, beside whatever else is being answered; the error of each."""
@@ -188,5 +189,7 @@ class ContinuousBatch:
         except Exception as error:
             if len(steps) == 1:
                 return [error]
-            log.warning("%d answers cannot be decoded together (%s); one after another", len(steps), error)
+            level = logging.DEBUG if str(error) in self._known_errors else logging.WARNING  # once, not at every step
+            self._known_errors.add(str(error))
+            log.log(level, "%d answers cannot be decoded together (%s); one after another", len(steps), error)
             return [each for step in steps for each in self._found([step])]

@@ -336,3 +336,20 @@ def test_a_stream_beside_a_batch_is_left_alone(engine) -> None:
     engine.generate_batch(PROMPTS[:3], max_tokens=5)
     assert "".join([*pieces, *stream]) == expected.text
     same(stream.result, expected)
+
+
+def test_what_keeps_steps_from_being_made_together_is_said_once(engine, monkeypatch, caplog) -> None:
+    decode = engine.batch._decode
+
+    def one_at_a_time(steps: Sequence[Any]) -> Any:
+        if len(steps) > 1:
+            raise RuntimeError("no room for two")
+        return decode(steps)
+
+    expected = finished(engine, [engine.stream(PROMPTS[0], max_tokens=6) for _ in range(2)])
+    monkeypatch.setattr(engine.batch, "_decode", one_at_a_time)
+    for mine, theirs in zip(
+        finished(engine, [engine.stream(PROMPTS[0], max_tokens=6) for _ in range(2)]), expected, strict=True
+    ):
+        same(mine, theirs)
+    assert [line.levelname for line in caplog.records if "no room for two" in line.message] == ["WARNING"]

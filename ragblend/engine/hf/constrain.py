@@ -55,7 +55,7 @@ class Grammars:
             raise ImportError(_INSTALL) from error
         ((kind, value),) = asked.items()
         try:
-            key = f"{kind} {value if isinstance(value, str) else json.dumps(value)}"
+            key = f"{kind} {json.dumps(value)}"
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"structured_outputs has a {kind} that is not JSON ({error}); give plain values"

@@ -227,3 +227,8 @@ def test_full_prefill_beside_a_request_is_held_to_the_same(tiny_engine: Callable
     engine.flush_shadow()
     assert answer.report.shadow is not None
     assert answer.report.shadow.answers_identical
+
+
+def test_a_text_to_choose_is_not_the_list_that_it_looks_like(engine: TransformersEngine) -> None:
+    for asked, text in ((["a"], "a"), ('["a"]', '["a"]')):
+        assert engine.generate(PROMPT, structured_outputs={"choice": asked}, max_tokens=20).text == text
