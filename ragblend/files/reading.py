@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 NOTE_BYTES = 64 << 20
 """More than any JSON file of ours holds: what is larger is not read."""
@@ -68,6 +69,6 @@ def check_file(path: str | os.PathLike[str]) -> None:
     other connections among them.
     """
     try:
-        _check_mode(os.stat(path).st_mode, path)
+        _check_mode(Path(path).stat().st_mode, path)
     except FileNotFoundError:
         return
