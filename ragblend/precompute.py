@@ -345,7 +345,7 @@ def as_chunk(document: Any) -> Chunk:
         text = getattr(document, attribute, None)
         if isinstance(text, str):
             metadata = dict(getattr(document, "metadata", None) or {})
-            return Chunk(text.strip(), str(metadata.get("source", "")), metadata=metadata)
+            return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
     raise UsageError(
         f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
     )
