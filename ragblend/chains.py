@@ -184,7 +184,7 @@ def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> 
 
 
 def _block(document: Document) -> dict[str, Any]:
-    extras = {"chunk_id": document.id or "", "source": str(document.metadata.get("source", ""))}
+    extras = {"chunk_id": document.id or "", "source": str(document.metadata.get("source") or "")}
     return {"type": "text", "text": document.page_content, "extras": extras}
 
 
@@ -203,7 +203,7 @@ def _result(chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What the user sees of one step's output: the message becomes answer and report."""
     plain = {name: value for name, value in chunk.items() if name != "message"}
     if "context" in plain:
-        sources = (str(document.metadata.get("source", "")) for document in plain["context"])
+        sources = (str(document.metadata.get("source") or "") for document in plain["context"])
         plain["sources"] = [source for source in dict.fromkeys(sources) if source]
     if plain:
         yield AddableDict(plain)
@@ -254,7 +254,8 @@ def create_long_document_chain(
     - "rerank": every window is asked; the answer is the one whose tokens the model was surest of.
 
     Answers that contain `no_answer` are left out by "reduce" and "rerank"; where those that are left agree, there is
-    nothing to reduce. The prompts may be replaced; they know {input}, {no_answer}, and {answer} or {answers}.
+    nothing to reduce; "" leaves none out. The prompts may be replaced; they know {input}, {no_answer}, and {answer} or
+    {answers}.
 
     The result holds `input`, `answer`, `windows` (of each, in order: `source`, `start`, `last_source`, `end`, `answer`,
     its `report`, and for "rerank" the `score`), `tokens` (in all: `num_chunk_tokens`, of them `num_prefilled_tokens`

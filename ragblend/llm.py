@@ -556,7 +556,7 @@ def _is_said(block: str | Mapping[str, Any]) -> bool:
 def _document_chunk(document: Document | Chunk) -> Chunk:
     if isinstance(document, Chunk):
         return document
-    return Chunk(document.page_content.strip(), str(document.metadata.get("source", "")), metadata=document.metadata)
+    return Chunk(document.page_content.strip(), str(document.metadata.get("source") or ""), metadata=document.metadata)
 
 
 def _ls_params(model: BlendModel, params: LangSmithParams, stop: list[str] | None) -> LangSmithParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any
 
 from langchain_core.documents import Document
@@ -45,6 +46,11 @@ class LongDocument:
     combine_prompt: str
     no_answer: str
     _prefilling: Any = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        known = {"map_prompt": "", "refine_prompt": "answer", "combine_prompt": "answers"}
+        for name, more in known.items():
+            _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def chain(self) -> Runnable[Any, dict[str, Any]]:
         """The document's windows, asked -> the last answer -> what the user sees."""
@@ -141,7 +147,7 @@ class LongDocument:
             kind = type(wrong).__name__
             raise UsageError(f'"document" is a {kind}; give a text, a LangChain Document or a list of either')
         return question, [
-            (each, "") if isinstance(each, str) else (each.page_content, str(each.metadata.get("source", "")))
+            (each, "") if isinstance(each, str) else (each.page_content, str(each.metadata.get("source") or ""))
             for each in documents
         ]
 
@@ -178,7 +184,8 @@ class LongDocument:
     def _notes(self, said: Sequence[AIMessage]) -> list[str]:
         """What answers say, each once."""
         texts = (message.text.strip() for message in said)
-        return list(dict.fromkeys(text for text in texts if text and self.no_answer.lower() not in text.lower()))
+        none = self.no_answer.strip().lower()
+        return list(dict.fromkeys(text for text in texts if text and not (none and none in text.lower())))
 
     def _groups(self, question: str, notes: Sequence[str]) -> list[list[str]]:
         """Answers in groups that fit into a prompt each, of two at least."""
@@ -214,6 +221,17 @@ class LongDocument:
         while isinstance(model, RunnableBindingBase):
             found, model = {**model.kwargs, **found}, model.bound
         return found
+
+
+def _check_prompt(name: str, prompt: str, known: set[str]) -> None:
+    try:
+        unknown = {field for _, field, _, _ in Formatter().parse(prompt) if field is not None} - known
+        wrong = f"it has {{{min(unknown)}}}" if unknown else ""
+    except ValueError as error:  # a brace alone
+        wrong = str(error)
+    if wrong:
+        fields = ", ".join(f"{{{field}}}" for field in sorted(known))
+        raise UsageError(f"{name} cannot be filled in: {wrong}. It knows {fields}; write other braces twice: {{{{ }}}}")
 
 
 def _answered(message: AIMessage) -> dict[str, Any]:

@@ -298,6 +298,7 @@ def precompute_documents(
     texts_of: dict[str, list[str]] = {}
     for chunk, name in zip(chunks, names or map(_name_of, given), strict=True):
         texts_of.setdefault(name, []).append(chunk.text)
+    chunks = [chunk for chunk in chunks if chunk.text.strip()]  # in a prompt, a blank one is text
     registry = registry_for(llm_or_engine)
     finder, wanted = nearby(engine, registry), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
@@ -344,7 +345,7 @@ def as_chunk(document: Any) -> Chunk:
         text = getattr(document, attribute, None)
         if isinstance(text, str):
             metadata = dict(getattr(document, "metadata", None) or {})
-            return Chunk(text.strip(), str(metadata.get("source", "")), metadata=metadata)
+            return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
     raise UsageError(
         f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
     )

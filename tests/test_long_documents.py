@@ -266,3 +266,31 @@ def test_bad_input_is_refused_in_words(given_input: Any, reason: str, engine: Tr
 def test_a_way_to_combine_that_is_none_is_refused(engine: TransformersEngine) -> None:
     with pytest.raises(UsageError, match="choose reduce, refine or rerank"):
         chain(engine, combine="stuff")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        ({"map_prompt": 'Answer as {"answer": ...}. {input}'}, 'map_prompt.*"answer".*{input}, {no_answer}.*twice'),
+        ({"refine_prompt": "{input} {answers}"}, "refine_prompt.*{answers}.*{answer}, {input}"),
+        ({"combine_prompt": "{answers} {input"}, "combine_prompt.*expected '}'"),
+    ],
+    ids=["json", "misspelt", "open"],
+)
+def test_a_prompt_that_cannot_be_filled_in_is_refused_before_a_document_is_read(engine, prompts, found):
+    with pytest.raises(UsageError, match=found):
+        chain(engine, **prompts)
+    assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "Nobody."})
+
+
+def test_with_no_words_for_no_answer_no_answer_is_left_out(engine):
+    texts = [
+        Document(text, metadata={"source": None}) for text in ("Bob Fox lives in Norburg. " * 40, "Ida is ill. " * 80)
+    ]
+    asked = chain(
+        engine, window_tokens=200, chunk_tokens=100, overlap_tokens=0, no_answer="", combine_prompt="{answers}?"
+    )
+    result = asked.invoke({"input": "Where does Bob Fox live?", "document": texts})
+    assert len({each["answer"] for each in result["windows"]}) > 1
+    assert "report" in result  # they were put together
+    assert {each["source"] for each in result["windows"]} == {""}

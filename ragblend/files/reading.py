@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 NOTE_BYTES = 64 << 20
 """More than any JSON file of ours holds: what is larger is not read."""
@@ -26,12 +27,18 @@ def open_file(path: str | os.PathLike[str]) -> int:
     """A descriptor of the regular file at `path`. Raises OSError, also for what is there and is no regular file."""
     # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
-        return fd
-    os.close(fd)
-    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-    raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+    try:
+        _check_mode(os.fstat(fd).st_mode, path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
 
 
 def read_file(path: str | os.PathLike[str], limit: int = NOTE_BYTES) -> bytes:
@@ -56,8 +63,12 @@ def dense_size(fd: int) -> int:
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise OSError unless a regular file is at `path`, or nothing: for what a library is about to open."""
+    """Raise OSError unless a regular file is at `path`, or nothing: for what a library is about to open.
+
+    It is not opened for that: closing a file lets go of every lock that this process holds on it, those of SQLite's
+    other connections among them.
+    """
     try:
-        os.close(open_file(path))
+        _check_mode(Path(path).stat().st_mode, path)
     except FileNotFoundError:
         return

@@ -177,7 +177,7 @@ def _marked(block: Chunk | Mapping[str, Any]) -> list[Part]:
     if chunk_id is None or not core:
         return [text]
     before, _, after = text.partition(core)
-    return [before, Chunk(core, str(extras.get("source", "")), metadata={"chunk_id": chunk_id}), after]
+    return [before, Chunk(core, str(extras.get("source") or ""), metadata={"chunk_id": chunk_id}), after]
 
 
 def _cut(text: str, spans: Iterable[Span]) -> Iterator[Part]:

@@ -125,19 +125,24 @@ def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
 
 
 def drop_versions(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every version of `chunks`, which are in reading order, that is none of those `kept`.
+    """Delete every version of `chunks`, which are in reading order, that is none of those `kept`, and where the store
+    keeps similar versions no longer, those of what frameworks have brought.
 
     How many went, and why a remote tier could not be told; "" where it was.
     """
     stay = {engine.key(chunk) for chunk in kept}
     every = [*versions(chunks, "neighbour"), *(each for chunk in chunks for each in alone_versions(chunk.text))]
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in stay]
-    with closing(registry_of(engine.store)) as registry:
-        registry.forget_stored(keys)
     num_removed, problem = 0, ""
-    for key in keys:
-        try:
-            num_removed += engine.store.delete(key)
-        except BackendUnreachableError as error:
-            problem = str(error)
+    with closing(registry_of(engine.store)) as registry:
+        brought = [] if engine.context == "similar" else registry.similar_entries()
+        keys += brought
+        registry.forget_stored(keys)
+        for key in keys:
+            try:
+                num_removed += engine.store.delete(key)
+            except BackendUnreachableError as error:
+                problem = str(error)
+        if not problem:  # else the next call is to find them
+            registry.mark_similar(brought, is_stored=False)
     return num_removed, problem

@@ -66,7 +66,7 @@ class Nearby:
         if self._place_of is None:
             vectors = {each.text: each.vector for each in self._noted()}
             self._place_of = {known: place for place, known in enumerate(vectors)}
-            self._rows = np.frombuffer(b"".join(vectors.values()), "<f4").reshape(len(vectors), -1)
+            self._rows = np.frombuffer(b"".join(vectors.values()), "<f4").reshape(len(vectors), -1 if vectors else 0)
         own = self._place_of.get(text.strip())
         if own is None:
             return []

@@ -208,3 +208,16 @@ def test_registry_of_a_store(tmp_path: Path) -> None:
     assert registry_of(memory) is not registry_of(MemoryStore(1 << 20))
     registry = registry_of(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
     assert registry.path == tmp_path / REGISTRY_FILE
+
+
+def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(tmp_path: Path) -> None:
+    path = tmp_path / REGISTRY_FILE
+    code = "import sys; from ragblend.corpus.texts import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+    first, second = ChunkRegistry(path), ChunkRegistry(path)
+    first.add(["of the first"])
+    second.close()
+    for text in ("of another process", "of one after it"):
+        subprocess.run([sys.executable, "-c", code, str(path), text], check=True)
+        first.add([f"behind that {text}"])
+    first.close()
+    assert len(ChunkRegistry(path)) == 5

@@ -15,7 +15,7 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine
+from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.texts import registry_of
 from ragblend.engine.fusion.rules import DEEP
@@ -26,7 +26,7 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.ingestion import nearby
 from ragblend.ingestion.forget import forget_chunks, forget_texts
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
-from ragblend.precompute import precompute_documents
+from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
 
 FOX = "Bob Fox lives in Norburg and plays the flute."
@@ -197,6 +197,30 @@ def test_a_version_that_comes_while_a_chunk_is_removed_goes_with_it(opened):
 
         assert forget_texts([BELL], engine, registry, let_go) == (4, "")
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+
+
+def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_versions(opened, tmp_path):
+    engine = opened()
+    precompute_documents(ALL, engine)
+    with open_index(tmp_path / "index", HashingEmbedder(), create=True) as index:
+        assert precompute_index(engine, index, "none").num_removed_kv == 4
+        assert [seen_by(engine, text) for text in ALL] == [None] * 4
+        assert precompute_documents(ALL, opened(context=None)).num_new_kv == 0
+        precompute_index(engine, index, "similar")
+    assert precompute_documents([FOX], engine).num_new_kv == 4
+    assert seen_by(engine, FOX) == {KERN, BELL}
+
+
+@pytest.mark.parametrize("blank", ["", " \n", Chunk(""), Chunk("\t"), Document("")], ids=repr)
+def test_blank_texts_are_no_chunks_even_where_nothing_else_is_there(opened, blank):
+    engine = opened()
+    report = precompute_documents([blank], engine)
+    assert (report.num_chunks, report.num_new_kv) == (0, 0)
+    assert precompute_documents([FOX, blank, KERN], engine).num_new_kv == 4
+
+
+def test_a_similar_version_asked_for_by_itself_waits_until_others_are_there(opened):
+    assert precompute_documents([similar(FOX)], opened()).num_new_kv == 0
 
 
 def test_where_nobody_here_could_tell_what_to_delete_chunks_stay_alone(opened, monkeypatch, tmp_path):
