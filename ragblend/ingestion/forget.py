@@ -69,7 +69,7 @@ def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkReg
         behind = text_hash(lost.behind) if lost.behind else b""
         source = left.source_of.get(lost.text, "")
         doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
-    if gone:
+    if gone and engine.context == "similar":
         unseen = _unseen((engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places)
         doomed += [Doomed(key, place, "", b"") for key, place in unseen]
     registry.forget_stored({entry.key for entry in doomed})
@@ -81,7 +81,7 @@ def _unseen(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[
     were computed behind, so where a text is gone they go from other machines. They are computed again with the next
     ingestion."""
     elsewhere = [place for place in places if place != HERE or not has_headers(engine.store)]
-    if engine.context != "similar" or not elsewhere:
+    if not elsewhere:
         return []
     near = {header.key for header in near_headers(engine.store)}
     return [(key, place) for key in sorted(set(keys) - near) for place in elsewhere]
@@ -178,16 +178,21 @@ def forget_texts(
     """
     num_removed, problem = _drop(texts, engine, registry)
     let_go()
-    if texts and engine.context == "similar":  # a version may have come meanwhile, by who has seen them there
+    if texts and _has_similar(engine, registry):  # one may have come meanwhile, by who has seen them there
         num_late, late_problem = _drop(texts, engine, registry)
         return num_removed + num_late, problem or late_problem
     return num_removed, problem
 
 
+def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
+    """Whether similar versions may be stored; the engine may have been told of the context before others settled it."""
+    return engine.context == "similar" or bool(registry.similar_entries())
+
+
 def _drop(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
     if not texts:
         return 0, ""
-    keys, places = [*doomed_keys(texts, engine, everywhere=engine.context == "similar")], _places(engine)
+    keys, places = [*doomed_keys(texts, engine, everywhere=_has_similar(engine, registry))], _places(engine)
     unseen = _unseen(registry.similar_entries(), engine, places)
     with closing(registry_of(engine.store)) as noting:
         noting.forget_stored(keys)

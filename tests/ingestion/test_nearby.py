@@ -223,6 +223,15 @@ def test_a_similar_version_asked_for_by_itself_waits_until_others_are_there(open
     assert precompute_documents([similar(FOX)], opened()).num_new_kv == 0
 
 
+def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_them(opened):
+    alone = opened(context="none")
+    engine = opened()
+    precompute_documents(ALL, engine)
+    assert BELL in (seen_by(engine, FOX) or ())
+    forget_chunks([Chunk(BELL)], alone, lambda text: False)
+    assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
+
+
 def test_where_nobody_here_could_tell_what_to_delete_chunks_stay_alone(opened, monkeypatch, tmp_path):
     engine = opened()
     monkeypatch.setattr(engine, "store", open_remote(f"file://{tmp_path}/far"))
