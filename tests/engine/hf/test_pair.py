@@ -89,7 +89,7 @@ def test_what_cannot_be_set_any_more_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
 def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"give a name, a path, or a loaded model with its tokenizer"):
+    with pytest.raises(UsageError, match=r"give a name, a path, a pipeline, or a loaded model with its tokenizer"):
         load_engine(given)
     with pytest.raises((UsageError, ValueError), match="loaded model with its tokenizer"):
         ChatBlend(model=given)
