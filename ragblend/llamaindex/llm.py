@@ -92,6 +92,12 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             is_function_calling_model=self.is_chat_model,
         )
 
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """The model's own, for `Settings.tokenizer = llm.tokenizer`: LlamaIndex packs prompts by it. Unless it is told,
+        it counts as GPT does, and what it packs may be longer than the context."""
+        return lambda text: list(self.engine.segmenter.text_ids(text))
+
     # --- chat ---
 
     @llm_chat_callback()

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_index.core as llama_core
 import pytest
-from llama_index.core import Document, MockEmbedding, VectorStoreIndex
+from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.ingestion import IngestionPipeline
@@ -20,7 +21,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, SegmentedPrompt, open_index
@@ -70,6 +71,22 @@ def answer(llm: BlendLLM, chunks: list[str] = TEXTS[:2], question: str = QUESTIO
 
 
 # --- the LLM ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_packed_by_the_models_own_tokens(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_core, "global_tokenizer", llama_core.global_tokenizer)  # put back afterwards
+    context = llm.metadata.context_window
+    size = len(llm.tokenizer(TEXTS[0] + " "))
+    assert llm.tokenizer(TEXTS[0]) == list(llm.engine.segmenter.text_ids(TEXTS[0]))
+    nodes = [NodeWithScore(node=TextNode(text=f"{n} {TEXTS[0]}"), score=1.0) for n in range(2 * context // size)]
+
+    def asked() -> str:
+        return str(get_response_synthesizer(llm=llm, response_mode=ResponseMode.COMPACT).synthesize(QUESTION, nodes))
+
+    with pytest.raises(PromptTooLongError):
+        asked()
+    Settings.tokenizer = llm.tokenizer
+    assert asked()
 
 
 def test_engine_options_reach_the_engine_that_is_made(tmp_path: Path) -> None:
