@@ -34,6 +34,13 @@ CHECK_LAYER = 1
 # closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
 ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
 
+# Layers from which a model is taken to work as the language model does on which `ask` and its constants were chosen;
+# those that are used have 16 and more.
+DEEP = 12
+# Where in the depth of such a model the question is read, from and up to. What the first layers look at is near or
+# alike, and the last write the answer.
+MIDDLE = (1 / 3, 0.8)
+
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
 
 
@@ -83,7 +90,7 @@ def repair(evidence: Evidence) -> Tensor:
 
 
 def ask(evidence: Evidence) -> Tensor:
-    """What the question attends to, mean over all layers, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
+    """What the question attends to, mean over the layers read, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
     assert evidence.attention is not None
     return evidence.attention
 
@@ -137,23 +144,28 @@ class Rule:
     ) -> tuple[int, ...]:
         """The layers at which it reads the question's attention, ascending; () where it asks nothing.
 
-        They are the checks', where it measures there; else it chooses before any layer is run, and reads all of them.
-        Beside layers that see a window only, `global_layers` are those that see everything: it reads them alone.
+        They are the checks', where it measures there; else it chooses before any layer is run, and reads the middle of
+        a deep model, all of a shallow one. Beside layers that see a window only, `global_layers` are those that see
+        everything: of the layers it would read, those alone, or all of them if none is among those.
 
         >>> [RULES[name].probe_layers([Check(1, 0.15)], 3) for name in ("repair", "ask", "cacheblend")]
         [(1,), (0, 1, 2), ()]
-        >>> RULES["ask"].probe_layers([Check(0, 0.05)], 6, global_layers=(1, 3))
-        (1, 3)
+        >>> RULES["ask"].probe_layers([Check(0, 0.05)], 30) == tuple(range(10, 24))
+        True
+        >>> [RULES["ask"].probe_layers([Check(0, 0.05)], 26, layers) for layers in ((5, 11, 17, 23), (5,))]
+        [(11, 17), (5,)]
         """
         if not self.needs_attention:
             return ()
         if not self.asks_first:
             return tuple(check.layer for check in checks)
-        return tuple(global_layers) or tuple(range(num_layers))
+        first, end = (int(share * num_layers) for share in (MIDDLE if num_layers >= DEEP else (0, 1)))
+        within = tuple(layer for layer in global_layers if first <= layer < end)
+        return within or tuple(global_layers) or tuple(range(first, end))
 
     @property
     def asks_first(self) -> bool:
-        """Whether it reads the question through every layer, so that all KV is loaded before any is recomputed."""
+        """Whether it reads the question before it chooses, so that most KV is loaded before any is recomputed."""
         return self.needs_attention and not self.needs_deviation
 
     def scores(self, evidence: Evidence) -> Tensor:
@@ -194,7 +206,6 @@ SHALLOW = "repair"
 # On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` the closest rule
 # (`ragblend bench quality`, data/results/closeness.json).
 DEFAULT = "ask"
-DEEP = 12  # layers from which a model is taken to work like that one; those that are used have 16 and more
 # Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
 # questions that are not reported (`--part selection`, data/results/closeness-selection.json).
 FALLBACK = "cacheblend"
@@ -308,7 +319,7 @@ def probe_pays(
 
     >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
     [True, False]
-    >>> [probe_pays(RULES["ask"], [Check(0, 0.05)], fresh, 200, 200, 31) for fresh in (31, 32)]
+    >>> [probe_pays(RULES["ask"], [Check(0, 0.05)], fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
     """
     layers = rule.probe_layers(checks, num_layers, global_layers)
