@@ -12,18 +12,15 @@ selection part, because it chooses (`ragblend.engine.fusion.plan.FusePlan.num_qu
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragblend.bench.common.configs import QualityConfig
+from benchmarks.selection_part import arguments, config_of, write
 from ragblend.bench.quality import study as measured
 from ragblend.bench.quality.cases import Case
 from ragblend.engine.fusion import fuse
@@ -92,7 +89,7 @@ def _again(model: Any, plan: FusePlan, fused: Any, layers: Any, known: Any, ques
             masses.append(mass[:length])
             return output
 
-        hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch)
+        hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:
             first = hidden[: len(fresh)]
         yield len(rows)
@@ -102,31 +99,12 @@ def _again(model: Any, plan: FusePlan, fused: Any, layers: Any, known: Any, ques
 
 def main() -> None:
     """Measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", default="musique", help="musique, nq or a file, as `bench quality` has it")
-    parser.add_argument("--part", default="selection")
-    parser.add_argument("--questions", type=int, default=14)
-    parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     with ways():
-        config = QualityConfig(
-            model=given.model,
-            data=given.data,
-            part=given.part,
-            num_questions=given.questions,
-            chunk_tokens=given.chunk_tokens,
-            modes=("reuse", "blend"),
-            rules=(*(f"ask {way}" for way in WAYS), "cacheblend", "random"),
-            ratios=tuple(given.ratios),
-        )
-        torch.set_num_threads(config.threads or 1)
+        config = config_of(given, (*(f"ask {way}" for way in WAYS), "cacheblend", "random"))
         result = study.run_quality(config, print)
     print("\n".join(study.table_lines(result)))
-    if given.out is not None:
-        given.out.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    write(given, result.as_dict())
 
 
 if __name__ == "__main__":

@@ -11,14 +11,9 @@ Of the selection part, because it chooses (`ragblend.engine.fusion.rules.CARRY`)
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-from ragblend.bench.common.configs import QualityConfig
+from benchmarks.selection_part import arguments, config_of, write
 from ragblend.bench.quality.study import run_quality, table_lines
 from ragblend.engine.fusion import carry
 from ragblend.engine.fusion.rules import RULES
@@ -33,32 +28,13 @@ def rule_with(share: float) -> str:
 
 def main() -> None:
     """Measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", default="musique", help="musique, nq, lookup or a file, as `bench quality` has it")
-    parser.add_argument("--part", default="selection")
-    parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument("--chunk-tokens", type=int, default=256)
+    parser = arguments(__doc__)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
-    parser.add_argument("--contexts", nargs="+", default=["none"], help="what the chunks are stored in")
     parser.add_argument(
         "--vary", nargs="+", default=[], metavar=("NAME", "VALUE"), help="a number of carry, and values"
     )
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    config = QualityConfig(
-        model=given.model,
-        data=given.data,
-        part=given.part,
-        num_questions=given.questions,
-        chunk_tokens=given.chunk_tokens,
-        modes=("reuse", "blend"),
-        rules=(*map(rule_with, given.shares), "cacheblend"),
-        ratios=tuple(given.ratios),
-        contexts=tuple(given.contexts),
-    )
-    torch.set_num_threads(config.threads or torch.get_num_threads())
+    config = config_of(given, (*map(rule_with, given.shares), "cacheblend"))
     name, *values = given.vary or [""]
     if given.vary and (not hasattr(carry, name) or not values):
         parser.error(f"--vary {' '.join(given.vary)}: name a number of ragblend.engine.fusion.carry, and values for it")
@@ -70,8 +46,7 @@ def main() -> None:
         result = run_quality(config, print)
         print("\n".join(table_lines(result)))
         found[f"{name} = {value}" if name else "as it is"] = result.as_dict()
-    if given.out is not None:
-        given.out.write_text(json.dumps(found if name else found["as it is"], indent=1) + "\n")
+    write(given, found if name else found["as it is"])
 
 
 if __name__ == "__main__":

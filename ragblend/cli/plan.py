@@ -78,7 +78,7 @@ def plan(
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")
     ] = None,
-    rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for all KV.")] = "auto",
+    rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for most KV.")] = "auto",
     usd_per_hour: Annotated[
         float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
     ] = None,
@@ -149,7 +149,7 @@ def plan_lines(plan: Plan) -> list[str]:
     lines += [_option_line(option) for option in plan.options]
     if cheapest is None:
         ways = ["a faster one", "a higher ratio"]
-        ways += ["a rule that does not wait for all KV (--rule cacheblend)"] if need.asks_first else []
+        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need.asks_first else []
         return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 

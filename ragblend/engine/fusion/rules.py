@@ -37,8 +37,8 @@ ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
 # Layers from which a model is taken to work as the language model does on which `ask` and its constants were chosen;
 # those that are used have 16 and more.
 DEEP = 12
-# Where in the depth of such a model the question is read, from and up to. What the first layers look at is near or
-# alike, and the last write the answer.
+# Of such a model's depth, from where and up to where `ask` reads the question, chosen as the numbers below are
+# (`benchmarks.asked_layers`): both ends say less of what it is about.
 MIDDLE = (1 / 3, 0.8)
 
 ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
@@ -130,6 +130,7 @@ class Rule:
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
     carry: float = 0.0  # how much of what recomputed tokens tell (`carry`) the tokens kept move by
     carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
+    depths: tuple[float, float] = (0.0, 1.0)  # from, up to: the part of a deep model's layers where it asks
 
     def candidates(self, ratio: float) -> float:
         """Share of the chunk tokens that run up to the first check layer to choose `ratio` of them.
@@ -159,7 +160,7 @@ class Rule:
             return ()
         if not self.asks_first:
             return tuple(check.layer for check in checks)
-        first, end = (int(share * num_layers) for share in (MIDDLE if num_layers >= DEEP else (0, 1)))
+        first, end = (int(share * num_layers) for share in (self.depths if num_layers >= DEEP else (0, 1)))
         within = tuple(layer for layer in global_layers if first <= layer < end)
         return within or tuple(global_layers) or tuple(range(first, end))
 
@@ -188,7 +189,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "ask", ask, needs_deviation=False, needs_attention=True, ratio=ASK_RATIO, skips_separators=True,
-            carry=CARRY, carry_in_context=CARRY_IN_CONTEXT,
+            carry=CARRY, carry_in_context=CARRY_IN_CONTEXT, depths=MIDDLE,
         ),
         Rule("first_k", first_k, needs_deviation=False),
         Rule("random", random, needs_deviation=False),

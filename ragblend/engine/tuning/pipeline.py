@@ -79,7 +79,7 @@ class MachineProfile:
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, asks_first: bool = False) -> float:
-        """Seconds of both, loading and computing. `asks_first`: by a rule that reads every layer before it chooses."""
+        """Seconds of both, loading and computing. `asks_first`: by a rule that first asks in most layers."""
         hides = self.overlaps and not asks_first
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
@@ -255,7 +255,7 @@ class Need:
     question_tokens: int = 32
     ratio: float = 0.15
     usd_per_hour: float | None = None  # of the machine that prefills
-    asks_first: bool = False  # the rule reads every layer before it chooses: no loading hides behind recompute
+    asks_first: bool = False  # the rule first asks in most layers: next to no loading hides behind recompute
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_tokens"):

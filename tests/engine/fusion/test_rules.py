@@ -136,8 +136,20 @@ def test_the_question_is_read_at_the_check_layers():
     assert RULES["cacheblend"].probe_layers(checks, 6) == ()
 
 
-def test_a_rule_that_only_asks_reads_every_layer():
+def test_a_rule_that_only_asks_reads_every_layer_of_a_shallow_model():
     assert RULES["ask"].probe_layers((Check(0, 0.1),), 4) == (0, 1, 2, 3)
+    assert RULES["ask"].probe_layers((Check(0, 0.1),), DEEP - 1) == tuple(range(DEEP - 1))
+
+
+@given(num_layers=st.integers(DEEP, 130), global_layers=st.sets(st.integers(0, 129)))
+def test_of_a_deep_one_it_reads_the_middle_and_global_layers_alone_where_there_are_some(num_layers, global_layers):
+    middle = RULES["ask"].probe_layers((Check(0, 0.1),), num_layers)
+    assert middle == tuple(range(middle[0], middle[-1] + 1))
+    assert num_layers / 3 - 1 < middle[0] <= num_layers / 3
+    assert 0.8 * num_layers - 2 < middle[-1] < 0.8 * num_layers
+    known = tuple(sorted(layer for layer in global_layers if layer < num_layers))
+    read = RULES["ask"].probe_layers((Check(0, 0.1),), num_layers, known)
+    assert read == (tuple(layer for layer in known if layer in middle) or known or middle)
 
 
 @given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
