@@ -1,0 +1,86 @@
+"""The README's programs and commands as they stand there, but with a model that is at hand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from typer.testing import CliRunner
+
+from ragblend.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL = ROOT / "models" / "smollm2"
+NAMED = "Qwen/Qwen3-8B"
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="no real model here: make real-model"),
+]
+
+
+def block(language: str, holding: str) -> str:
+    """The one block of that language with `holding` in it, asking the model at hand."""
+    (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if holding in text)
+    assert NAMED in found
+    return found.replace(NAMED, str(MODEL))
+
+
+class Reports(BaseCallbackHandler):
+    """What LangChain's answers said of reuse."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+        self.seen.append(response.generations[0][0].message.response_metadata["ragblend"])
+
+
+def test_the_langchain_program_answers_from_what_it_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block("python", "create_stuff_documents_chain"), names)
+    assert capsys.readouterr().out.strip(), "the answer"
+    reports, question = Reports(), {"context": names["documents"], "question": "What has the office?"}
+    names["chain"].invoke(question, {"callbacks": [reports]})
+    names["llm"].engine.close()
+    (report,) = reports.seen
+    assert report["num_chunk_hits"] == report["num_chunks"] == len(names["documents"])
+    assert report["mode"] == "blend"
+
+
+def test_the_llamaindex_program_answers_from_what_it_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block("python", "BlendQueryEngine"), names)
+    names["llm"].engine.close()
+    report = names["response"].metadata["ragblend"]
+    assert str(names["response"]).strip()
+    assert str(names["response"]) in capsys.readouterr().out
+    assert report["num_chunk_hits"] == report["num_chunks"] == len(names["documents"])
+
+
+def test_the_commands_ingest_a_folder_answer_and_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "lease.md").write_text(
+        "The lease of the Turin office was signed by Ada Ferro on 3 May 2024.\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    outputs = {}
+    for line in block("bash", "ragblend ingest").splitlines():
+        name, *arguments = shlex.split(line, comments=True)
+        assert name == "ragblend"
+        ended = CliRunner().invoke(app, arguments, input="Who signed the lease?\n" if arguments[0] == "chat" else None)
+        assert ended.exit_code == 0, ended.output
+        outputs[arguments[0]] = ended.output
+    assert list(outputs) == ["ingest", "ask", "chat"]
+    assert "lease.md" in outputs["ask"], "--show-sources"

@@ -1,0 +1,55 @@
+"""What the pages say of each other and of the tree: links lead to files and headings, and the README is short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.pictures import idea
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r'(?:\]\(|srcset="|src=")([^)"\s]+)')
+FENCED = re.compile(r"```.*?```", re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        links = (page.parent / link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+        waiting += {link.resolve() for link in links if link.suffix == ".md" and link.exists()} - seen
+    assert {page for page in PAGES if page.parent.name == "docs"} <= seen
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
+    idea.draw(idea.INKS["light"], tmp_path / "idea.svg")
+    numbers = re.compile(r">(\d[\d.]*(?: s)?)<")
+    drawn, kept = (path.read_text() for path in (tmp_path / "idea.svg", ROOT / "docs/idea-light.svg"))
+    assert numbers.findall(drawn) == numbers.findall(kept), "python -m tools.pictures.idea"
+    assert len(numbers.findall(kept)) == 6

@@ -1,0 +1,1 @@
+"""Pictures of the documentation that code draws."""
