@@ -18,6 +18,7 @@ from ragblend.cli.ask import ask, chat, explain, search
 from ragblend.cli.bench import bench_app
 from ragblend.cli.calibrate import calibrate_app
 from ragblend.cli.documents import ingest, precompute, remove
+from ragblend.cli.groups import Grouped, add_epilogs, epilog
 from ragblend.cli.options import JsonOption, takes
 from ragblend.cli.plan import register as register_plan
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
@@ -31,8 +32,8 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the retrieved chunks' caches at query time.",
+    cls=Grouped,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -110,7 +111,9 @@ for _command in (demo, explain, push, pin, unpin, stats, verify, gc, init_key, s
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
+for _app in (app, calibrate_app):
+    add_epilogs(_app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -24,12 +24,15 @@ from ragblend.bench.common.configs import (
     TtftConfig,
     hints_of,
 )
+from ragblend.cli.groups import Listed
 from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
 from ragblend.cli.printing import err, out, print_json
 from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.errors import UsageError
 
-bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Measure, side by side in one process.", cls=Listed, no_args_is_help=True, rich_markup_mode=None
+)
 
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a picture, FILE.png.")]
 

@@ -1,0 +1,100 @@
+"""Which commands belong together, and what is typed of each: for `--help` and the reference, docs/commands.md."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from typer import Typer
+from typer.core import TyperGroup
+
+GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Try": {"demo": ("demo", 'demo --question "What does Zenco sell?"')},
+    "Ingest": {
+        "ingest": (
+            "ingest docs/ --model Qwen/Qwen3-8B",
+            "ingest docs/   # again after changes, or to go on",
+        ),
+        "precompute": (
+            "precompute --model Qwen/Qwen3-14B   # KV for another model, of what is indexed",
+            "precompute --kv-dtype int8   # half the bytes",
+        ),
+        "remove": ("remove docs/old.md", "remove docs/faq.jsonl#3   # one record"),
+    },
+    "Ask": {
+        "ask": (
+            'ask "Who signed the lease?" --model Qwen/Qwen3-8B --show-sources',
+            'ask "Who signed the lease?" --backend http://localhost:8000 --model Qwen/Qwen3-8B --json',
+        ),
+        "chat": ("chat --model Qwen/Qwen3-8B",),
+        "search": ('search "Who signed the lease?" -k 10',),
+        "explain": ('explain "Who signed the lease?" --model Qwen/Qwen3-8B --html explain.html',),
+    },
+    "Store": {
+        "stats": ("stats",),
+        "verify": ("verify", "verify --repair   # prefills what is lost"),
+        "gc": ("gc --max-size 20GiB",),
+        "pin": ("pin docs/handbook.md",),
+        "unpin": ("unpin docs/handbook.md",),
+        "push": ("push --remote redis://cache:6379/0",),
+        "init-key": ("init-key",),
+        "sign": ("sign --store kv/", "sign --store kv/ --signed-with OLD.key"),
+    },
+    "Tune": {
+        "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),
+        "profile": ("profile --model Qwen/Qwen3-8B --store kv/",),
+        "plan": ("plan --model Qwen/Qwen3-8B --store kv/ --storage nvme:3.5:0.2 --usd-per-hour 2",),
+    },
+    "Serve": {
+        "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
+        "doctor": ("doctor", "doctor --backend vllm --model Qwen/Qwen3-8B --store kv/"),
+    },
+    "Measure": {
+        "bench": (
+            "bench ttft --shape llama-200m --threads 1",
+            "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",
+        )
+    },
+}
+
+
+class Listed(TyperGroup):
+    """A list of commands with each one's first sentence whole."""
+
+    def heading(self, name: str) -> str:
+        """What it is listed under; commands of one heading stand together."""
+        return "Commands"
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write them."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        for heading, group in groupby(commands, key=lambda each: self.heading(each[0])):
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in group if command])
+
+
+class Grouped(Listed):
+    """That of `ragblend` itself, with a heading for each group."""
+
+    def heading(self, name: str) -> str:
+        """Its group."""
+        return next((heading for heading, group in GROUPS.items() if name in group), super().heading(name))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """By group; what is in none stands last, as it was added."""
+        names, ordered = super().list_commands(ctx), [name for group in GROUPS.values() for name in group]
+        return [name for name in ordered if name in names] + [name for name in names if name not in ordered]
+
+
+def epilog(name: str) -> str:
+    """The command's examples, as click's help keeps them: line by line."""
+    examples = next((group[name] for group in GROUPS.values() if name in group), ())
+    return "\n".join(("\b", "Examples:", *(f"  ragblend {example}" for example in examples))) if examples else ""
+
+
+def add_epilogs(app: Typer) -> None:
+    """Put each command's examples under its help."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.replace("_", "-")
+        command.epilog = epilog(name)

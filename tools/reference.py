@@ -1,0 +1,50 @@
+"""Write docs/commands.md from the commands themselves: usage, every option, examples.
+
+python -m tools.reference
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from ragblend.cli.app import app
+from ragblend.cli.groups import GROUPS, Grouped
+
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+HEAD = """# Every command
+
+Written from the commands themselves by `python -m tools.reference`. Settings and exit codes: [cli.md](cli.md).
+`ragblend --install-completion` completes commands and options in bash, zsh, fish and PowerShell.
+"""
+EXAMPLES = re.compile(r"\x08\nExamples:\n((?:  .*\n?)+)")
+SUBCOMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")  # their first words alone; each follows in full
+
+
+def page() -> str:
+    """The whole page."""
+    root = get_command(app)
+    assert isinstance(root, Grouped)
+    context = typer.Context(root, info_name="ragblend")
+    parts = [HEAD]
+    for heading, group in GROUPS.items():
+        parts.append(f"## {heading}\n")
+        for name in group:
+            command = root.get_command(context, name)
+            assert command is not None
+            text = get_docs_for_click(obj=command, ctx=context, indent=2, name=name, call_prefix="ragblend")
+            parts.append(EXAMPLES.sub(_as_block, SUBCOMMANDS.sub("", text)).rstrip() + "\n")
+    return "\n".join(parts)
+
+
+def _as_block(examples: re.Match[str]) -> str:
+    lines = (line.strip() for line in examples[1].splitlines())
+    return "\n".join(("```bash", *lines, "```", ""))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
