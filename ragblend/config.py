@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
+NOT_FOR_FOLDERS = ("remote", "store_key_file", "trust_remote_code")
+"""Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 
 

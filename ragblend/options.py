@@ -116,7 +116,7 @@ class TierOptions:
     disk_gib: float = option(0.0, "Budget of the disk tier; 0: no limit.", at_least(0, "no limit"))
     remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
     remote_timeout_s: float = option(
-        5.0, "Longest wait for one chunk from there.", Check(lambda value: value > 0, "more than 0 seconds")
+        5.0, "Longest wait for one chunk of the remote tier.", Check(lambda value: value > 0, "more than 0 seconds")
     )
     kv_dtype: KvDtype = option(
         "auto", "How new KV is stored: auto (as computed), int8 or fp8.", one_of(*get_args(KvDtype))

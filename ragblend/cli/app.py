@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
+
+if TYPE_CHECKING:
+    from ragblend.upkeep.doctor import Check
 
 EXIT_INTERRUPTED = 130
 
@@ -45,11 +48,38 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
     from ragblend.upkeep.doctor import examine
 
     checks = examine(settings)
-    lines = [f"{'ok ' if check.ok else 'NO '} {check.name}: {check.finding}" for check in checks]
-    lines += [f"     mend: {check.remedy}" for check in checks if not check.ok and check.remedy]
+    lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
+    for words, optional in (("to mend", False), ("if you need it", True)):
+        missing = [check for check in checks if not check.ok and check.optional is optional and check.remedy]
+        lines += [f"{words}, {check.name}: {check.remedy}" for check in missing]
     print_result({"checks": [check._asdict() for check in checks]}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)
+
+
+def _mark(check: Check) -> str:
+    return "ok " if check.ok else "-  " if check.optional else "NO "
+
+
+def init(
+    model: Annotated[str | None, typer.Option("--model", help="Set this model; the others stay as they are.")] = None,
+    user: Annotated[bool, typer.Option("--user", help="Your own file, for every folder.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Write a settings file to begin with, ragblend.toml: every setting with what it does, commented out."""
+    from ragblend.config import CONFIG_FILE, USER_FILE, user_folder
+    from ragblend.errors import UsageError
+    from ragblend.upkeep.settings_file import settings_text
+
+    path = user_folder() / USER_FILE if user else Path(CONFIG_FILE).absolute()
+    if user:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(settings_text({"model": model} if model is not None else {}, of_user=user))
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already; edit it, or move it away and run this again") from error
+    print_result({"path": str(path)}, f"{path} holds every setting, commented out; flags and RAGBLEND_* win", json_)
 
 
 @takes("store remote rule ratio system context dtype kv_dtype trust_remote_code")
@@ -104,7 +134,7 @@ def demo(
         print_json(facts)
 
 
-for _command in (ingest, precompute, remove, ask, chat, search, doctor):
+for _command in (init, ingest, precompute, remove, ask, chat, search, doctor):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for _command in (demo, explain, push, pin, unpin, stats, verify, gc, init_key, sign):

@@ -9,7 +9,11 @@ from typer import Typer
 from typer.core import TyperGroup
 
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Try": {"demo": ("demo", 'demo --question "What does Zenco sell?"')},
+    "Begin": {
+        "demo": ("demo", 'demo --question "What does Zenco sell?"'),
+        "init": ("init --model Qwen/Qwen3-8B", "init --user"),
+        "doctor": ("doctor", "doctor --backend vllm --model Qwen/Qwen3-8B --store kv/"),
+    },
     "Ingest": {
         "ingest": (
             "ingest docs/ --model Qwen/Qwen3-8B",
@@ -47,7 +51,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
-        "doctor": ("doctor", "doctor --backend vllm --model Qwen/Qwen3-8B --store kv/"),
     },
     "Measure": {
         "bench": (

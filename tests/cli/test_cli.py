@@ -370,7 +370,8 @@ def test_doctor_names_what_is_missing_and_the_way_out(run):
     assert "LlamaForCausalLM" in checks["model"]["finding"]
     code, out, _ = run("doctor", "--model", "./nowhere", *PLACE)
     assert code == 1
-    assert "mend:" in out
+    assert "NO  model" in out
+    assert "to mend, model: choose another --model" in out
 
 
 @pytest.fixture
