@@ -15,7 +15,8 @@ from ragblend.config import CONFIG_FILE, NOT_FOR_FOLDERS, USER_FILE, Settings, u
 from ragblend.options import TierOptions
 
 FOLDER_HEAD = """Settings of ragblend for this folder. Flags and RAGBLEND_NAME in the environment come before it, it
-comes before {user}. Uncomment what you change. What runs code or leads out of the folder is set there alone: {refused}."""
+comes before {user}. Uncomment what you change. What runs code or leads out of the folder is set there
+alone: {refused}."""
 USER_HEAD = """Your settings of ragblend, for every folder. A folder's {folder}, RAGBLEND_NAME in the environment and
 flags come before it. Uncomment what you change."""
 
