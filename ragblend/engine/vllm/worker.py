@@ -136,7 +136,7 @@ class BlendWorker:
         self._jobs: list[_Running] = []  # in the order they came
         self._pass: list[_Running] = []  # those of them that are under way together
         self._storing: list[tuple[Job, BlendReport, Future[None]]] = []
-        self._sources: list[PagedSource] = []  # those whose readers may still run
+        self._readers: list[Event] = []  # set once each has ended
         self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
@@ -254,7 +254,7 @@ class BlendWorker:
     def _drop(self, running: _Running) -> None:
         running.steps.close()
         running.asked = None
-        self._sources = [source for source in self._sources if not source.done.is_set()]
+        self._readers = [done for done in self._readers if not done.is_set()]
         self._jobs = [other for other in self._jobs if other is not running]
         self._pass = [other for other in self._pass if other is not running]
 
@@ -262,8 +262,8 @@ class BlendWorker:
         """Drop all jobs, finish what is being stored, and end the threads."""
         for running in self._jobs:
             self._drop(running)
-        for source in self._sources:
-            source.done.wait()
+        for done in self._readers:
+            done.wait()
         self._writer.shutdown(wait=True)
 
     # -- the two kinds of jobs
@@ -399,7 +399,7 @@ class BlendWorker:
     def _source(self, placements: Sequence[Placement], paged: PagedKV, *, moves: bool = False) -> PagedSource:
         """What reads for one job. Its reader may outlive the job by what it is reading then."""
         source = PagedSource(placements, self.layers, paged, moves=moves)
-        self._sources.append(source)
+        self._readers.append(source.done)
         return source
 
     def _prefix(self, job: Job) -> Steps[tuple[Placement, ...]]:
