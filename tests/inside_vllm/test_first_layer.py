@@ -231,7 +231,7 @@ def test_the_work_counts_between_two_engine_steps(served, monkeypatch):
     forget_memory()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_slice", NUM_LAYERS)
-        patch.setattr(worker, "run_slice", lambda: (slices.append([]), run_slice())[1])
+        patch.setattr(worker, "run_slice", lambda *told: (slices.append([]), run_slice(*told))[1])
         patch.setattr(worker.layers, "run_layer", noting("run", run_layer))
         patch.setattr(worker.layers, "project_kv", noting("kv", project))
         found = ask(llm, IDS, params())

@@ -227,12 +227,12 @@ def test_the_store_pulled_away_while_serving(how, serving):
     worker = connector_worker()
     run_slice, pulled = worker.run_slice, []
 
-    def pulling() -> Any:
+    def pulling(*told: Any) -> Any:
         if worker._jobs and not pulled:  # found by the scheduler, gone before the worker reads
             pulled.append(shutil.rmtree(store))
             if how == "unreadable":  # no directory any more, whoever asks, root included
                 store.write_bytes(b"")
-        return run_slice()
+        return run_slice(*told)
 
     worker.run_slice = pulling
     output = ask(llm, ids, {"mode": "reuse", "spans": spans})
@@ -355,8 +355,8 @@ def test_a_blend_is_cut_into_slices(store, checkpoint):
         worker = connector_worker()
         run_slice, left = worker.run_slice, []
 
-        def counting() -> Any:
-            finished = run_slice()
+        def counting(*told: Any) -> Any:
+            finished = run_slice(*told)
             left.append(len(worker._jobs))
             return finished
 

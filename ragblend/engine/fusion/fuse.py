@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Event
 from time import perf_counter
 from typing import NamedTuple, TypeVar, cast
 
@@ -35,8 +36,9 @@ class Run(NamedTuple):
     told: Told | None = None
 
 
-Steps = Generator[int | Run, Tensor | None, _T]
-"""Work in steps: yields the rows that it ran through a layer itself, or a Run, whose output it must be sent next."""
+Steps = Generator[int | Run | Event, Tensor | None, _T]
+"""Work in steps: yields the rows that it ran through a layer itself, a Run, whose output it must be sent next, or an
+Event: gone on with before that is set, it blocks until then."""
 
 
 def fuse(
@@ -75,6 +77,8 @@ def fuse_steps(
     fixed_cost = 0.0
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
+        if layers.ready is not None:
+            yield layers.ready[layer]
         layers.wait(layer)  # stored KV of this layer is now in `fused`
         asked, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
         if layer in checks and bool(known.mask[active].any()):
@@ -204,6 +208,8 @@ def _probe(
     masses: list[Tensor] = []
     seconds = 0.0
     for layer in range(plan.probe_layers[-1] + 1):
+        if layers.ready is not None:
+            yield layers.ready[layer]
         start_s = perf_counter()
         layers.wait(layer)
 

@@ -121,8 +121,9 @@ class LayerLoader:
     """Context manager around one request's loading. Leaving it stops the reader and joins it.
 
     `wait(layer)` returns when that layer of every placement is in the destination, and raises what the reader
-    raised (DamagedEntryError for a damaged entry). `place(layer, keys, rows)` rotates keys to their positions.
-    `depth` bounds how many layers the reader may be ahead of the fusor.
+    raised over it (DamagedEntryError for a damaged entry): what it read before can be used. `ready[layer]` is set once
+    that does not block any more, `done` once leaving does not. `place(layer, keys, rows)` rotates keys to their
+    positions. `depth` bounds how many layers the reader may be ahead of the fusor.
 
     `together`: place a layer's chunks in one call, and write those that stand side by side as one. That is a copy
     more and far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise chunk by chunk.
@@ -159,6 +160,7 @@ class LayerLoader:
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
+        self._failed: frozenset[int] = frozenset()  # layers that it kept from being read
         self._threaded = any(
             self._transfer.beside_compute or _is_far(each.kv) or not each.kv.header.is_lossless for each in placements
         )
@@ -170,6 +172,12 @@ class LayerLoader:
         self._read_through_s = 0.0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
+        self.ready: Sequence[threading.Event] = self._ready
+        self.done = threading.Event()
+        for event in self._ready if not self._threaded else self._ready[: int(self._first_layer is not None)]:
+            event.set()  # placed, or computed, by `wait`
+        if not self._threaded:
+            self.done.set()
 
     @property
     def load_s(self) -> float:
@@ -197,14 +205,22 @@ class LayerLoader:
     ) -> None:
         is_done = error is None and self._num_waited == self._num_layers
         if not is_done:
-            self._stopped.set()
-            self._ahead.release()
+            self.stop()
         if self._thread is not None:
             start_s = perf_counter()
             self._thread.join()
             self.stall_s += perf_counter() - start_s  # for layer 0, where that was left to be read
         if is_done and self._error is not None:
             raise self._error
+
+    def stop(self) -> None:
+        """Have the reader end after what it is reading, without waiting for that."""
+        self._stopped.set()
+        self._ahead.release()
+
+    def error_at(self, layer: int) -> BaseException | None:
+        """What `wait` will raise, of a layer that is ready."""
+        return self._error if layer in self._failed else None
 
     def wait(self, layer: int) -> None:
         """Block until `layer` is placed; re-raises the reader's error. A layer waited for before is there at once."""
@@ -215,7 +231,7 @@ class LayerLoader:
             self._load(layer)
         else:
             self._ready[layer].wait()
-            if self._error is not None:
+            if self._error is not None and layer in self._failed:
                 raise self._error
             self._ahead.release()
         self._num_waited = layer + 1
@@ -262,9 +278,12 @@ class LayerLoader:
                         self._load(layer)
                         self._ready[layer].set()
         except BaseException as error:  # handed to the caller by wait()
+            self._failed = frozenset(layer for layer, event in enumerate(self._ready) if not event.is_set())
             self._error = error
             for event in self._ready:
                 event.set()
+        finally:
+            self.done.set()
 
     def _load(self, layer: int) -> None:
         start_s = perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from threading import Event
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -36,9 +37,12 @@ class LayerSource(Protocol):
     """Where the fusor waits for stored KV. `wait` returns when the layer is placed in the FusedLayers it was made for.
 
     Layers are waited for in ascending order; a layer waited for before is there at once. It raises DamagedEntryError
-    when stored bytes turn out wrong: the request starts again with that chunk as a miss.
+    when stored bytes turn out wrong: the request starts again with that chunk as a miss. Once `ready[layer]` is set,
+    waiting for the layer does not block.
     """
 
+    @property
+    def ready(self) -> Sequence[Event] | None: ...  # None: all layers are there
     def wait(self, layer: int) -> None: ...
 
 

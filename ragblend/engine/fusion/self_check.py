@@ -47,6 +47,8 @@ InPieces = Callable[[Tensor, Sequence[int]], tuple[Tensor, list[LayerKV]]]
 class _Ready:
     """A LayerSource for KV that is placed before fusing starts."""
 
+    ready = None
+
     def wait(self, layer: int) -> None:
         """Nothing to wait for."""
 

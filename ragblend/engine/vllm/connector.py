@@ -56,11 +56,13 @@ _REPORTS_KEPT = 1024  # for requests that a stop string ends; see extension
 
 @dataclass
 class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Scheduler to workers: what to blend next, what to read into memory, and whether to tell what is there."""
+    """Scheduler to workers: what to blend next, what to read into memory, whether to tell what is there, and whether
+    vLLM itself computes nothing in this step."""
 
     jobs: list[Job] = field(default_factory=list)
     ahead: list[str] = field(default_factory=list)
     asks: bool = False
+    is_idle: bool = False
 
 
 @dataclass
@@ -123,7 +125,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
         assert self.scheduler is not None
-        return BlendMetadata(*self.scheduler.take_jobs(), self.scheduler.loading.asks)
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        return BlendMetadata(*self.scheduler.take_jobs(), self.scheduler.loading.asks, is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports."""
@@ -192,7 +195,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._store.prefetch(meta.ahead)
         for job in meta.jobs:
             self._worker.submit(job)
-        self._collect(self._worker.run_slice())
+        self._collect(self._worker.run_slice(meta.is_idle))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose context is filled. Those that ended meanwhile are dropped, which frees their blocks."""

@@ -249,6 +249,17 @@ class VllmLayers:
         summed: Tensor = tensor_model_parallel_all_reduce(numbers)
         return summed
 
+    def count_ranks(self, flags: Sequence[bool]) -> list[int]:
+        """On how many tensor-parallel ranks each of `flags` holds; all of them must call it. No device waits for it."""
+        if self.num_ranks == 1:
+            return [int(flag) for flag in flags]
+        from vllm.distributed import get_tp_group
+
+        counts = torch.tensor([int(flag) for flag in flags])
+        torch.distributed.all_reduce(counts, group=get_tp_group().cpu_group)
+        numbers: list[int] = counts.tolist()
+        return numbers
+
     # -- helpers
 
     def _context(self, num_tokens: int, piece: Piece | None = None) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.layers import Piece, VllmLayers
@@ -141,7 +142,10 @@ class PagedSource:
 
     Use as a context manager; leaving it stops the reader. Layer 0 of chunks that would have to be read is computed,
     but only by a rank that is alone: the embedding is a sum over ranks, which all of them must call, and what one has
-    in memory another may have to read. (Several ranks have read everything before this, see `BlendWorker`.)
+    in memory another may have to read. What one of several ranks could not read counts as damaged for all of them.
+
+    On a GPU the reader brings layers there, beside what the GPU computes. Leaving with an error does not wait for what
+    is being read: the reader writes nowhere but here. `done` is set once it has ended.
 
     `moves`: every layer but the first will be moved, so chunks that may move get into the blocks only then. Until that
     they stay in host memory, all layers of them, because the question is asked in the last before the first is moved.
@@ -152,7 +156,7 @@ class PagedSource:
     def __init__(
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
     ) -> None:
-        self._paged, self._layers = paged, layers
+        self._paged, self._layers, self._placements = paged, layers, tuple(placements)
         self._read: dict[int, list[Stored]] = {}
         self._movable = {each.start for each in placements if moves and not each.exact}
         self._waiting: dict[int, list[Stored]] = {}  # to be moved
@@ -162,9 +166,10 @@ class PagedSource:
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
             self,
-            torch.device("cpu"),
+            torch.device("cpu") if moves else layers.device,
             first_layer=self._first_layer if layers.num_ranks == 1 else None,
         )
+        self.ready, self.done = self._loader.ready, self._loader.done
 
     @property
     def num_computed(self) -> int:
@@ -194,7 +199,9 @@ class PagedSource:
         self._read.setdefault(layer, []).append(Stored(rows, LayerKV(keys, values)))
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry."""
+        """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry, on all ranks."""
+        if self._layers.num_ranks > 1:
+            self._agree(layer)
         self._loader.wait(layer)
         start_s = perf_counter()
         read = self._read.pop(layer, [])
@@ -205,6 +212,21 @@ class PagedSource:
             self._waiting[layer] = waiting
             self._paged.keep(layer, waiting)
         self._place_s += perf_counter() - start_s
+
+    def _agree(self, layer: int) -> None:
+        """Raise on every rank what the reader of one of them met, or they would part ways."""
+        self.ready[layer].wait()
+        error = self._loader.error_at(layer)
+        keys = [placement.kv.header.key for placement in self._placements]
+        damaged = [isinstance(error, DamagedEntryError) and error.key == key for key in keys]
+        failed = self._layers.count_ranks([*damaged, error is not None])
+        if not failed[-1]:
+            return
+        bad = next((key for key, count in zip(keys, failed, strict=False) if count), None)
+        if bad is None:
+            raise error or RagblendError("another rank could not read what is stored; its log says why")
+        own = error if isinstance(error, DamagedEntryError) and error.key == bad else None
+        raise own or DamagedEntryError(bad, "as another rank read it")
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Pre-RoPE keys and values [H, R, D] at `rows` [R] that waits to be moved: see MovableSource."""
@@ -225,8 +247,11 @@ class PagedSource:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self._loader.stop()
+            return
         self._loader.__exit__(*error)
-        assert error[0] is not None or not self._waiting, "a layer was not moved: its blocks are empty"
+        assert not self._waiting, "a layer was not moved: its blocks are empty"
 
 
 def _side_by_side(stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Stored]]]:

@@ -2,8 +2,9 @@
 
 Each job is a generator that stops at every layer, so that a blend never holds up the decodes of other requests for
 longer than one slice. The slice is counted in token-layers, not in seconds, because tensor-parallel ranks must all
-stop at the same layer. Jobs are done in the order they came; small ones that stand behind each other share a pass:
-each brings its rows to a layer, which runs once for all of them.
+stop at the same layer. A job whose next layer has not been read on every rank gives up its turn: engine steps go on,
+and it with them once the layer is there. Jobs are done in the order they came; small ones that stand behind each other
+share a pass: each brings its rows to a layer, which runs once for all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Event
 from time import perf_counter
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from ragblend.engine.fusion.rules import Check, Choice, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_of
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, in_memory
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
@@ -46,6 +48,10 @@ _NO_RECOMPUTE = (Check(0, 0.0),)
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
 # the products are large already, sharing would only make the first request wait for the last. Not measured on a GPU.
 _PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
+
+# Seconds that a slice waits for a layer at most: short beside a step of a model worth serving, so that a layer which is
+# about to come is not put off by a whole step; longer where nothing else is to be done, instead of empty steps.
+_PATIENCE_S, _IDLE_PATIENCE_S = 0.001, 0.01
 
 
 class StoredSpan(NamedTuple):
@@ -103,8 +109,10 @@ class _Outcome(NamedTuple):
 class _Running:
     job: Job
     steps: Steps[_Outcome]
-    asked: Run | None = None  # the layer it waits for
+    asked: Run | Event | None = None  # the layer it waits for, to be run or to be read
     busy_s: float = 0.0
+    unread_since_s: float = 0.0  # where it waits for one to be read
+    unread_s: float = 0.0  # what it has waited for those before
 
 
 class BlendWorker:
@@ -128,6 +136,7 @@ class BlendWorker:
         self._jobs: list[_Running] = []  # in the order they came
         self._pass: list[_Running] = []  # those of them that are under way together
         self._storing: list[tuple[Job, BlendReport, Future[None]]] = []
+        self._readers: list[Event] = []  # set once each has ended
         self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
@@ -151,14 +160,42 @@ class BlendWorker:
         return []
 
     @torch.inference_mode()
-    def run_slice(self) -> list[Finished]:
-        """Work until the slice is used up or nothing is left; the jobs that ended."""
+    def run_slice(self, is_idle: bool = True) -> list[Finished]:
+        """Work until the slice is used up, nothing is left, or nothing has been read; the jobs that ended.
+
+        is_idle: no other request waits for this to return.
+        """
         finished, budget = self._stored(), self._slice
+        patience_s = _IDLE_PATIENCE_S if is_idle else _PATIENCE_S
         while self._jobs and budget > 0:
             self._pass = self._pass or self._next_pass()
+            patience_s -= self._take_read(patience_s)
             alone = next((running for running in self._pass if running.asked is None), None)
-            budget -= self._advance(alone, None, finished) if alone is not None else self._run_layer(finished)
+            if alone is not None:
+                budget -= self._advance(alone, None, finished)
+            elif any(isinstance(running.asked, Run) for running in self._pass):
+                budget -= self._run_layer(finished)
+            else:
+                break
         return finished
+
+    def _take_read(self, patience_s: float) -> float:
+        """Have jobs of the pass go on whose layer has been read, on all ranks. Where none could do anything, wait for
+        the oldest one's, `patience_s` at most; the seconds that took."""
+        unread = [(running, running.asked) for running in self._pass if isinstance(running.asked, Event)]
+        if not unread:
+            return 0.0
+        start_s = perf_counter()
+        counts = self.layers.count_ranks([event.is_set() for _, event in unread])
+        if len(unread) == len(self._pass) and max(counts) < self.layers.num_ranks:
+            unread[0][1].wait(max(0.0, patience_s))
+            counts = self.layers.count_ranks([event.is_set() for _, event in unread])
+        now_s = perf_counter()
+        for (running, _), count in zip(unread, counts, strict=True):
+            if count == self.layers.num_ranks:
+                running.asked = None
+                running.unread_s += now_s - running.unread_since_s
+        return now_s - start_s
 
     def _next_pass(self) -> list[_Running]:
         """The oldest job, with those behind it that still fit."""
@@ -167,7 +204,7 @@ class BlendWorker:
 
     def _run_layer(self, finished: list[Finished]) -> int:
         """The lowest layer that jobs of the pass wait for, for all that wait for it. Token-layers run."""
-        waiting = [(running, running.asked) for running in self._pass if running.asked is not None]
+        waiting = [(running, running.asked) for running in self._pass if isinstance(running.asked, Run)]
         lowest = min(run.layer for _, run in waiting)
         together = [(running, run) for running, run in waiting if run.layer == lowest]
         start_s, num_rows = perf_counter(), sum(len(run.rows) for _, run in together)
@@ -190,6 +227,7 @@ class BlendWorker:
         except StopIteration as end:
             outcome: _Outcome = end.value
             outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
+            outcome.report.stall_s += running.unread_s
             self._drop(running)
             if outcome.storing is not None:
                 self._storing.append((running.job, outcome.report, outcome.storing))
@@ -199,9 +237,10 @@ class BlendWorker:
         except Exception as error:
             finished.append(self._failed(running, error))
             return 0
-        running.busy_s += perf_counter() - start_s
-        running.asked = step if isinstance(step, Run) else None
-        return 0 if isinstance(step, Run) else step
+        running.unread_since_s = perf_counter()
+        running.busy_s += running.unread_since_s - start_s
+        running.asked = None if isinstance(step, int) else step
+        return step if isinstance(step, int) else 0
 
     def _failed(self, running: _Running, error: Exception) -> Finished:
         """One request's trouble must not end the server."""
@@ -215,6 +254,7 @@ class BlendWorker:
     def _drop(self, running: _Running) -> None:
         running.steps.close()
         running.asked = None
+        self._readers = [done for done in self._readers if not done.is_set()]
         self._jobs = [other for other in self._jobs if other is not running]
         self._pass = [other for other in self._pass if other is not running]
 
@@ -222,6 +262,8 @@ class BlendWorker:
         """Drop all jobs, finish what is being stored, and end the threads."""
         for running in self._jobs:
             self._drop(running)
+        for done in self._readers:
+            done.wait()
         self._writer.shutdown(wait=True)
 
     # -- the two kinds of jobs
@@ -237,12 +279,13 @@ class BlendWorker:
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
-                with PagedSource(placed, self.layers, paged, moves=plan.carries) as source:
+                with self._source(placed, paged, moves=plan.carries) as source:
                     num_charged = source.num_computed * self.layers.kv_share
                     if source.num_computed:
                         source.wait(0)  # here, because it counts like any other work between two engine steps
                         yield math.ceil(num_charged)
                     result = yield from fuse_steps(self.layers, plan, paged, source, ends_s)
+                    yield source.done
                 break
             except DamagedEntryError as error:
                 log.warning("%s; blending request %s without it", error, job.request_id)
@@ -287,8 +330,9 @@ class BlendWorker:
             plan = FusePlan(ids[:start], placed, rule, _NO_RECOMPUTE, num_resident, num_fused=start)
             paged = PagedKV(self.layers, job.block_ids, job.end)
             try:
-                with PagedSource((*prefix, *placed), self.layers, paged) as source:
+                with self._source((*prefix, *placed), paged) as source:
                     yield from fuse_steps(self.layers, plan, paged, source)
+                    yield source.done
                 return paged
             except DamagedEntryError as error:
                 log.warning("%s; computing it again for request %s", error, job.request_id)
@@ -352,6 +396,12 @@ class BlendWorker:
         kept.update(range(plan.probe_layers[-1] + 1))
         return PagedKV(self.layers, job.block_ids, job.end, kept, len(job.token_ids) - job.end)
 
+    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, moves: bool = False) -> PagedSource:
+        """What reads for one job. Its reader may outlive the job by what it is reading then."""
+        source = PagedSource(placements, self.layers, paged, moves=moves)
+        self._readers.append(source.done)
+        return source
+
     def _prefix(self, job: Job) -> Steps[tuple[Placement, ...]]:
         """The exact KV of the ids before the first chunk: computed once, in the request's blocks, then remembered."""
         prefix_ids = job.prefix_ids
@@ -375,12 +425,10 @@ class BlendWorker:
             kv = self._store.get(span.key, ids) if span.key not in damaged else None
             if kv is not None and not self._is_ours(kv.header, job):
                 kv = None
-            found.append(self._read(kv) if kv is not None and self.layers.num_ranks > 1 else kv)
-        if found and self.layers.num_ranks > 1:
-            # Ranks read for themselves. What one of them cannot read is a miss for all, or they would part ways.
-            have = torch.tensor([float(kv is not None) for kv in found], device=self.layers.device)
-            agreed = (self.layers.sum_over_ranks(have) > self.layers.num_ranks - 0.5).tolist()
-            found = [kv if ok else None for kv, ok in zip(found, agreed, strict=True)]
+            found.append(kv)
+        # Ranks read for themselves. What one of them does not find is a miss for all, or they would part ways.
+        counts = self.layers.count_ranks([kv is not None for kv in found])
+        found = [kv if count == self.layers.num_ranks else None for kv, count in zip(found, counts, strict=True)]
         return tuple(
             Placement(self.layers.own_heads(kv), span.start, span.exact, span.policy != "none")
             for span, kv in zip(job.stored, found, strict=True)
@@ -394,14 +442,6 @@ class BlendWorker:
             and header.num_layers == self.layers.num_layers
             and header.dtype == dtype_name(self.layers.dtype)
         )
-
-    @staticmethod
-    def _read(kv: ChunkKV) -> MemoryKV | None:
-        try:
-            return in_memory(kv)
-        except DamagedEntryError as error:
-            log.warning("%s; blending without it", error)
-            return None
 
     def _header(
         self, job: Job, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str, context: tuple[int, ...] = ()

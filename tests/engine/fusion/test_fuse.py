@@ -38,6 +38,8 @@ ATOL = 1e-4
 class Ready:
     """A LayerSource whose KV is placed already."""
 
+    ready = None
+
     def wait(self, layer: int) -> None:
         pass
 
