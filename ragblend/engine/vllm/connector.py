@@ -180,7 +180,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._remote is not None:
             self._remote.breaker = CircuitBreaker(threshold=1)  # writes wait for the next probe, instead of being spent
             self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
-        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self._through.put)
+        slice_tokens = self.config.slice_tokens or batched
+        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.for_clients)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""

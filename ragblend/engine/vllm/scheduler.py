@@ -25,7 +25,16 @@ from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
 from ragblend.engine.vllm.loading import Loading, MemoryChange, ReadAhead, machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, spans_between, told
+from ragblend.engine.vllm.params import (
+    PARAMS_KEY,
+    TENANT_KEY,
+    BlendParams,
+    cache_salt_of,
+    parse_params,
+    salted_namespace,
+    spans_between,
+    told,
+)
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.engine.vllm.worker import Job, StoredSpan
 from ragblend.errors import RagblendError, UsageError
@@ -93,14 +102,16 @@ class BlendScheduler:
         """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
         self.loading.request_came(request.request_id)
         try:
-            params = self._params(request)
+            params = self._params(request, self._bound_namespace(request))
             if params is None:
                 return
             asked = self._settle_wishes(request, params)
         except RagblendError as error:
             # Whatever a client sends, it gets an answer: by ordinary prefill.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
-            asked = _Asked(BlendParams("prefix"), BlendReport("prefix", refused_reason=str(error), failed=True))
+            asked = _Asked(
+                BlendParams("prefix"), BlendReport("prefix", refused_reason=self.config.for_clients(error), failed=True)
+            )
         self.asked[request.request_id] = asked
         self._count(requests=1, refused_requests=bool(asked.report.refused_reason))
         if asked.params.mode == "full":
@@ -108,18 +119,40 @@ class BlendScheduler:
         elif not asked.report.refused_reason:
             self._start(request, asked)
 
-    def _params(self, request: Any) -> BlendParams | None:
+    def _bound_namespace(self, request: Any) -> str | None:
+        """The namespace that the request's API key is bound to; None where there are no keys.
+
+        Its blocks in vLLM's own prefix cache are then that namespace's alone, whatever the request asks for.
+        """
+        if not self.config.keys:
+            return None
+        tenant = (request.kv_transfer_params or {}).get(TENANT_KEY)
+        if not isinstance(tenant, str):  # it has not come through the front end's door
+            _hide(request)
+            raise UsageError("the server has keys, and the request came without one")
+        namespace = salted_namespace(tenant, request.cache_salt)
+        _keep_apart(request, namespace)
+        return namespace
+
+    def _params(self, request: Any, bound: str | None) -> BlendParams | None:
         """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
         given = request.kv_transfer_params
         if isinstance(given, dict) and PARAMS_KEY in given:
-            return parse_params(given[PARAMS_KEY])
-        if not self.config.separator_ids or request.prompt_token_ids is None:
+            params = parse_params(given[PARAMS_KEY])
+        elif self.config.separator_ids and request.prompt_token_ids is not None:
+            spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
+            if not spans:
+                return None
+            # An end marker tells that separators open the chunks and belong to them.
+            lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
+            params = BlendParams(spans=spans, namespace=self.config.namespace, template=((lead, 0),) * len(spans))
+        else:
             return None
-        spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
-        # An end marker tells that separators open the chunks and belong to them.
-        lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
-        template = ((lead, 0),) * len(spans)
-        return BlendParams(spans=spans, namespace=self.config.namespace, template=template) if spans else None
+        if bound is None:
+            bound = salted_namespace(params.namespace, request.cache_salt)
+            if params.namespace:
+                _keep_apart(request, bound)
+        return replace(params, namespace=bound)
 
     def _settle_wishes(self, request: Any, params: BlendParams) -> _Asked:
         ids = request.prompt_token_ids
@@ -376,6 +409,20 @@ class BlendScheduler:
 def _hide_from_prefix_cache(request: Any, asked: _Asked) -> None:
     """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
     asked.is_hidden = True
-    request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
+    _hide(request)
+
+
+def _hide(request: Any) -> None:
+    _salt(request, f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}")
+
+
+def _keep_apart(request: Any, namespace: str) -> None:
+    """Let a request share vLLM's prefix cache with its own namespace alone."""
+    if namespace:
+        _salt(request, cache_salt_of(namespace))
+
+
+def _salt(request: Any, salt: str) -> None:
+    request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()
