@@ -74,7 +74,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     environment["PYTHONPATH"] = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
     server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
     try:
-        server.wait()
+        server.wait(1200)
         with httpx.Client(base_url=server.url, timeout=120) as http:
             yield Served(server.url, home, http)
     finally:

@@ -242,8 +242,18 @@ async def tell_workers(engine_client: Any, keys: list[str]) -> None:
 async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
     """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
     try:
-        reports = await serving.engine_client.collective_rpc("ragblend_report", timeout=_ASK_S, args=(request_id,))
+        reports = await _of_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it
         log.warning("no report on %s: %s", request_id, error)
         return {}
-    return {PARAMS_KEY: reports[0]} if reports and reports[0] else {}
+    found = next(filter(None, reports), None)
+    return {PARAMS_KEY: found} if found is not None else {}
+
+
+async def _of_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
+    """What the workers of all engines answer: `collective_rpc` asks them all, and keeps the first answer."""
+    ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
+    if ask_all is None:
+        return list(await engine_client.collective_rpc(method, timeout=_ASK_S, args=args))
+    engines = await ask_all("collective_rpc", method, _ASK_S, args, {})
+    return [answer for workers in engines for answer in workers]
