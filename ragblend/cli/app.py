@@ -92,6 +92,10 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="RAGBLEND_API_KEY", help="Clients must send it.")
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", envvar="RAGBLEND_KEYS", help="TOML or JSON: API keys, their namespaces and rights."),
+    ] = None,
     separator: Annotated[
         str | None, typer.Option("--separator", help="Text that plain clients put around chunks in their prompts.")
     ] = None,
@@ -104,7 +108,7 @@ def serve(
     from ragblend.upkeep.serve import ServeOptions, prepare
     from ragblend.upkeep.serve import serve as run
 
-    options = ServeOptions(settings, host, port, api_key, separator, separator_end)
+    options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys)
     if dry_run:
         print(prepare(options, given.args).shown())
         return

@@ -12,6 +12,7 @@ import platform
 import resource
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 class Directory:
     """Files in `root` and one level below. `fsync=False`: a power cut may lose or damage the latest of them.
 
+    They are their owner's alone; where the group of `root` may write there, it may read and write them, too.
     What cannot be written raises StoreFullError where there is no room, else StoreNotWritableError; `make_room` is what
     to do about the first.
     """
@@ -55,7 +57,10 @@ class Directory:
         temp = path.with_name(f".{path.stem}.{_HOST}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
         try:
             self._make(path.parent)
-            with temp.open("xb") as stream:
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as stream:
+                if self._is_shared():
+                    os.fchmod(fd, 0o660)
                 write(stream)
                 stream.flush()
                 if self._fsync:
@@ -92,9 +97,16 @@ class Directory:
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path != self.root and self._is_shared():
+                with suppress(OSError):  # somebody else's, who made it just now
+                    path.chmod(path.stat().st_mode | 0o070)
             if self._fsync:
                 _fsync_directory(path.parent)
+
+    def _is_shared(self) -> bool:
+        """Whether the owner lets the group write here; then it reads and writes the files, too."""
+        return bool(self.root.stat().st_mode & stat.S_IWGRP)
 
 
 def unlink(path: Path) -> bool:

@@ -24,10 +24,12 @@ from ragblend.engine.vllm.launch import (
     server_command,
     transfer_config,
 )
+from ragblend.engine.vllm.tenants import read_keys
 from ragblend.errors import UsageError
 from ragblend.redaction import shown_command, without_secrets
 
 API_KEY = "VLLM_API_KEY"
+RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class ServeOptions:
     api_key: str | None = None
     separator: str | None = None
     separator_end: str | None = None
+    keys: Path | None = None
 
     def __post_init__(self) -> None:
         if self.settings.model.startswith("-"):
@@ -75,6 +78,8 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
     """
     if check:
         require_vllm()
+    if options.keys is not None:
+        _check_keys(options.keys, options.api_key)
     settings = options.settings
     tiers = dict(settings.tiers)
     if settings.remote is not None:
@@ -92,6 +97,7 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,
+        keys=options.keys,
     )
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
@@ -104,6 +110,17 @@ def prepare(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = T
         added["RAGBLEND_REMOTE"] = settings.remote  # where the connector looks for what it is not told
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     return Launch(tuple(command), added, f"http://{f'[{host}]' if ':' in host else host}:{options.port}")
+
+
+def _check_keys(path: Path, api_key: str | None) -> None:
+    """Raise UsageError where tenants' keys would not be all that a request is judged by."""
+    read_keys(path)
+    if api_key or os.environ.get(API_KEY):
+        raise UsageError(
+            f"--keys and --api-key (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into {path}, unset those"
+        )
+    if os.environ.get(RESPONSES_STORE, "0") not in ("", "0"):
+        raise UsageError(f"with {RESPONSES_STORE} vLLM shows one key's responses to another; unset it, or no --keys")
 
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:

@@ -1,12 +1,14 @@
 """What `ragblend serve` adds to vLLM's HTTP server: which chunks are stored, and the report at the end of a stream.
 
     GET  /v1/ragblend          {"model", "fingerprint", "dtype", "num_layers", "bytes_per_token", "context_length",
-                               "store", "context"}
+                               "context"}, and with keys the "namespace" of the one that was sent
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
 
-Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
+Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
+The routes are added to vLLM's application, so that its key guards them; with `--keys` each request is let in here
+(`Gate`), and once more where it reaches the engine. Where a store is, is not told.
 vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
 requests that carry ours, a stream here ends with one more event that has them.
 """
@@ -16,45 +18,50 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from time import monotonic
 from typing import Any
 
 from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.gate import App, Gate, Receive, Scope, Send, gate_of, granted
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
+from ragblend.engine.vllm.tenants import Grant
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000  # per request
+_NAMESPACES_KEPT = 100_000
 _ASK_S = 10.0  # longest wait for the workers, which answer between two steps
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class BlendMiddleware:
-    """ASGI middleware that equips vLLM's application at the first request, and then only passes requests on."""
+    """ASGI middleware that equips vLLM's application at the first request, and then only lets requests in."""
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._gate: Gate | None = None
         self._equipped = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to vLLM."""
-        if scope["type"] == "http" and not self._equipped:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        if not self._equipped:
+            self._gate = gate_of(scope["app"])  # an error here ends the request, and the next one tries again
             self._equipped = True
             try:
                 equip(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        await self._app(scope, receive, send)
+        await (self._app if self._gate is None else self._gate.enter(self._app))(scope, receive, send)
 
 
 def equip(app: Any) -> None:
@@ -66,18 +73,21 @@ def equip(app: Any) -> None:
     chunks = ServedChunks(app.state.vllm_config)
 
     async def facts(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(chunks.facts))
+        grant = granted()
+        namespace = {} if grant is None else {"namespace": grant.namespace}
+        return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
 
     async def stored(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"stored": chunks.store.contains_each(keys)})
+        return await with_keys(request, lambda keys: {"stored": chunks.stored(keys, granted())})
 
     async def forget(request: Request) -> Response:
-        return await with_keys(request, lambda keys: {"num_removed": sum(map(chunks.store.delete, keys))})
+        return await with_keys(request, lambda keys: {"num_removed": chunks.forget(keys, granted())})
 
     async def prefetch(request: Request) -> Response:
         loop = asyncio.get_running_loop()
 
         def start(keys: list[str]) -> dict[str, Any]:
+            keys = chunks.owned(keys, granted())
             asyncio.run_coroutine_threadsafe(tell_workers(app.state.engine_client, keys), loop)
             return {"num_keys": len(keys)}
 
@@ -90,7 +100,10 @@ def equip(app: Any) -> None:
         except (RagblendError, OSError) as error:
             known = {UsageError: 400, BackendUnreachableError: 503}
             status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
-            return JSONResponse({"error": {"message": str(error), "code": status}}, status_code=status)
+            if status == 500:
+                log.error("%s failed: %s", request.url.path, error)
+            message = chunks.config.for_clients(error)
+            return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
@@ -105,11 +118,12 @@ class ServedChunks:
     """The store of a vLLM, as its HTTP front end sees it."""
 
     def __init__(self, vllm_config: Any) -> None:
-        config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._model = vllm_config.model_config
-        self._directory = str(Path(config.store).absolute())
         self.store = config.open_shared()
+        self._disk = disk_tier(self.store)
         self._context = config.context
+        self._namespaces: OrderedDict[str, str] = OrderedDict()  # of keys; a key never changes its own
         self._fingerprint = model_fingerprint(self._model)
         self.store.expect(self._fingerprint, model_shape(self._model))
         self._facts: dict[str, Any] = {}
@@ -134,9 +148,44 @@ class ServedChunks:
             "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
-            "store": self._directory,
         }
         return self.facts()
+
+    def stored(self, keys: list[str], grant: Grant | None) -> list[bool]:
+        """Whether each is stored; for a key with a namespace, whether it is stored in that."""
+        found = self.store.contains_each(keys)
+        if grant is None:
+            return found
+        owned = set(self.owned([key for key, there in zip(keys, found, strict=True) if there], grant))
+        return [key in owned for key in keys]
+
+    def forget(self, keys: list[str], grant: Grant | None) -> int:
+        """Remove those that are the caller's to remove; how many were there."""
+        return sum(map(self.store.delete, self.owned(keys, grant)))
+
+    def owned(self, keys: list[str], grant: Grant | None) -> list[str]:
+        """Those of `keys` that `grant` may know about. A key alone does not say whose it is: the entry does.
+
+        What only the remote tier has is looked at there, for as long as a request would wait for it.
+        """
+        if grant is None:
+            return keys
+        until_s = monotonic() + self.config.remote_timeout_s
+        return [key for key in keys if grant.owns(self._namespace_of(key, until_s))]
+
+    def _namespace_of(self, key: str, until_s: float) -> str | None:
+        if (known := self._namespaces.get(key)) is not None:
+            return known
+        header = self._disk.header(key) if self._disk is not None else None
+        if header is None and self.config.remote is not None and monotonic() < until_s:
+            kv = self.store.get(key)
+            header = kv.header if kv is not None else None
+        if header is None:
+            return None
+        self._namespaces[key] = header.namespace
+        if len(self._namespaces) > _NAMESPACES_KEPT:
+            self._namespaces.popitem(last=False)
+        return header.namespace
 
 
 def keys_of(body: bytes) -> list[str]:
@@ -193,8 +242,18 @@ async def tell_workers(engine_client: Any, keys: list[str]) -> None:
 async def workers_report(serving: Any, request_id: str) -> dict[str, Any]:
     """`kv_transfer_params` as the workers know them; empty when they had nothing to do, or cannot be asked."""
     try:
-        reports = await serving.engine_client.collective_rpc("ragblend_report", timeout=_ASK_S, args=(request_id,))
+        reports = await _of_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it
         log.warning("no report on %s: %s", request_id, error)
         return {}
-    return {PARAMS_KEY: reports[0]} if reports and reports[0] else {}
+    found = next(filter(None, reports), None)
+    return {PARAMS_KEY: found} if found is not None else {}
+
+
+async def _of_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
+    """What the workers of all engines answer: `collective_rpc` asks them all, and keeps the first answer."""
+    ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
+    if ask_all is None:
+        return list(await engine_client.collective_rpc(method, timeout=_ASK_S, args=args))
+    engines = await ask_all("collective_rpc", method, _ASK_S, args, {})
+    return [answer for workers in engines for answer in workers]

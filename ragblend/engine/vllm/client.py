@@ -64,6 +64,7 @@ class ServerFacts(NamedTuple):
     bytes_per_token: int = 0
     num_layers: int = 0
     context: ContextPolicy | None = None  # what its store's chunks are computed behind
+    namespace: str = ""  # that the API key is bound to
 
 
 class Connection:
@@ -195,6 +196,8 @@ class Connection:
 
     def _error(self, response: httpx.Response, path: str) -> RagblendError:
         status, said = response.status_code, _message(response.text)
+        if status == 403 and said:
+            return RagblendError(f"{self.url} refuses what this API key may not: {said}")
         if status in (401, 403):
             return RagblendError(
                 f"{self.url} refuses the API key ({status}); give the server's: export {API_KEY_VARIABLE}=KEY, or "
@@ -247,6 +250,7 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
         bytes_per_token=int(own.get("bytes_per_token") or 0),
         num_layers=int(own.get("num_layers") or 0),
         context=context if CONTEXT.accepts(context) else None,
+        namespace=str(own.get("namespace") or ""),
     )
 
 
@@ -348,6 +352,7 @@ class VllmClient(VllmBase):
                 facts.root,
             )
             options["on_miss"] = "inline"
+        options["namespace"] = options.get("namespace") or facts.namespace  # another one is refused by the server
         super().__init__(segmenter, store, own, **options)
 
     def deltas(self, request: VllmRequest) -> Generator[Delta]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings, read_environment
@@ -15,7 +16,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import TieredStore
-from ragblend.errors import UsageError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.options import (
     TIER_NAMES,
     ContextPolicy,
@@ -27,6 +28,7 @@ from ragblend.options import (
     option,
     same_as,
 )
+from ragblend.redaction import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class ConnectorConfig(TierOptions):
         0, "Pseudo requests per attention call; 0: max_num_seqs.", at_least(0)
     )
     self_check: bool = True
+    keys: str = ""  # the API keys' file; then requests without a key's namespace are left to vLLM
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -65,6 +68,17 @@ class ConnectorConfig(TierOptions):
         # Tiers that are left out are taken from `RAGBLEND_*`: a remote's URL may hold a password, and everybody on the
         # machine can read a command line.
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
+
+    def for_clients(self, error: BaseException) -> str:
+        """An error in words that may leave the server: places of this machine and of the remote tier left out."""
+        if not isinstance(error, RagblendError):
+            return f"{type(error).__name__}; the server's log says more"
+        text = str(error)
+        for store in {str(Path(self.store).resolve()), str(Path(self.store).absolute()), self.store}:
+            text = text.replace(store, "STORE")
+        if self.remote is not None:
+            text = redacted(text, echo_of=self.remote).replace(redacted(self.remote), "REMOTE")
+        return text
 
     @property
     def memory_bytes(self) -> int:

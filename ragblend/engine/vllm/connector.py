@@ -25,6 +25,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.counting import TierWatch
 from ragblend.engine.vllm.loading import MemoryChange, MemoryWatch
 from ragblend.engine.vllm.params import told
 from ragblend.engine.vllm.plugin import loaded_model, register
@@ -94,6 +95,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store: TieredStore | None = None
         self._through: TieredStore | None = None
         self._watch: MemoryWatch | None = None
+        self._tiers: TierWatch | None = None
         self._asked_to_tell = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -178,12 +180,14 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store = store = self.config.open_local(memory=True)
         store.expect(model_fingerprint(model_config), model_shape(model_config))
         self._watch = MemoryWatch(store) if layers.rank == 0 else None
+        self._tiers = TierWatch(store, shows_bytes=True) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
         self._through = store
         if self._remote is not None:
             self._remote.breaker = CircuitBreaker(threshold=1)  # writes wait for the next probe, instead of being spent
             self._through = TieredStore(*store.tiers, self._remote, kv_dtype=self.config.kv_dtype)
-        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self._through.put)
+        slice_tokens = self.config.slice_tokens or batched
+        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.for_clients)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Once per engine step, after its forward pass: take new jobs, work on the oldest ones for one slice."""
@@ -264,8 +268,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What was counted since the last call. The scheduler's half counts for all but the workers' remote writes."""
         stats = BlendStats()
         if self.scheduler is not None:
-            stats.add(**self.scheduler.counts)
-            self.scheduler.counts.clear()
+            stats.take(self.scheduler.counting.take())
+            stats.take(self.scheduler.tiers.take())
+        if self._tiers is not None:
+            stats.take(self._tiers.take())
         if self._remote is not None:
             now, seen = replace(self._remote.counters), self._remote_seen
             self._remote_seen = now
@@ -286,7 +292,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVConnectorPromMetrics:
-        """Counters for `/metrics`."""
+        """Counters, histograms and gauges for `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

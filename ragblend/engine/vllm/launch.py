@@ -164,6 +164,7 @@ def transfer_config(
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
+    keys: Path | None = None,
 ) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config` with our connector over the store directory `store`.
 
@@ -172,13 +173,15 @@ def transfer_config(
     `rule` and `ratio` hold for requests that name none. `separator` is the mark that plain clients put around chunks;
     with `separator_end` it opens each chunk and belongs to it, and the last one ends there. A model that declares its
     own marks has them by default. `system` is the text that chunks were ingested behind, `context` what
-    besides; None: what the store remembers.
+    besides; None: what the store remembers. `keys` is the file of API keys that `BlendMiddleware` asks for.
     """
     extra: dict[str, Any] = {"store": str(Path(store).expanduser().resolve()), **(tiers or {})}
     tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
     extra["context_ids"] = list(segmenter.fixed_ids)
+    if keys is not None:
+        extra["keys"] = str(keys.expanduser().resolve())
     if context is not None:
         extra["context"] = CONTEXT.of("context", context)
     if rule is not None:

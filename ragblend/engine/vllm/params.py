@@ -21,6 +21,7 @@ recompute those last. All fields but `mode` and `spans` have defaults.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +29,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from ragblend.engine.report import BlendReport
-from ragblend.errors import UsageError
+from ragblend.errors import UsageError, check_unicode
 from ragblend.options import (
     CONTEXT,
     MODES,
@@ -42,7 +43,13 @@ from ragblend.options import (
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
+TENANT_KEY = "ragblend_tenant"
+"""Beside it, from a server's front end to its engine: the namespace that the request's API key is bound to."""
 PARAMS_VERSION = 1
+MAX_SPANS = 1024
+"""Chunks of one request. Each is looked up while vLLM schedules, and all other requests wait for that."""
+MAX_NAMESPACE = 256  # letters
+_SALTED = "#salt:"
 
 VllmMode = Literal["blend", "reuse", "full", "prefix", "ingest"]
 VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
@@ -70,6 +77,8 @@ class BlendParams:
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
             raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
         check_options(self)
+        if len(self.spans) > MAX_SPANS:
+            raise UsageError(f"{len(self.spans)} spans are given; a request may have {MAX_SPANS}")
         if not _is_int(self.seed):
             raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
         for span in self.spans:
@@ -127,12 +136,49 @@ def parse_params(raw: object) -> BlendParams:
     if unknown:
         raise UsageError(f"unknown ragblend parameters: {', '.join(unknown)}")
     values = dict(raw)
+    if isinstance(values.get("namespace"), str):
+        check_namespace(values["namespace"])
     for name, what in (("spans", "[start, end) pairs of token positions"), ("template", "pairs of token counts")):
         pairs = values.get(name, ())
         if not _is_list(pairs) or not all(map(_is_list, pairs)):
-            raise UsageError(f"{name} is {pairs!r}; send a list of {what}")
+            raise UsageError(f"{name} is {_short(pairs)}; send a list of {what}")
+        if len(pairs) > MAX_SPANS:
+            raise UsageError(f"{name} has {len(pairs)} entries; a request may have {MAX_SPANS}")
         values[name] = tuple(tuple(pair) for pair in pairs)
     return BlendParams(**values)
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise UsageError for text that is no namespace."""
+    if len(namespace) > MAX_NAMESPACE:
+        raise UsageError(f"the namespace has {len(namespace)} letters; {MAX_NAMESPACE} are enough")
+    check_unicode(namespace, "the namespace")
+    if _SALTED in namespace:
+        raise UsageError(f"the namespace {namespace!r} has {_SALTED!r} in it, which marks those of cache salts")
+
+
+def salted_namespace(namespace: str, cache_salt: str | None) -> str:
+    """The namespace that chunks of a request with vLLM's `cache_salt` are stored and found in.
+
+    Salts are secrets, so it does not show them.
+
+    >>> salted_namespace("acme", None), salted_namespace("acme", "s3cret")
+    ('acme', 'acme#salt:43e5f7d9dcee38263874835a0396cefa')
+    """
+    if not cache_salt:
+        return namespace
+    salt = hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return f"{namespace}{_SALTED}{salt}"
+
+
+def belongs_to(stored: str, namespace: str) -> bool:
+    """Whether KV stored under the namespace `stored` is of `namespace`, with a cache salt or without."""
+    return stored.partition(_SALTED)[0] == namespace
+
+
+def cache_salt_of(namespace: str) -> str:
+    """What keeps a namespace's blocks apart in vLLM's own prefix cache."""
+    return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
 
 def told(report: BlendReport) -> dict[str, Any]:
@@ -203,6 +249,11 @@ def _with_few_blanks(format: Any) -> Any:
     if format.get("type") == "json_schema":
         return {"max_whitespace_cnt": 1, **format}
     return {name: _with_few_blanks(value) for name, value in format.items()}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _is_list(value: object) -> bool:

@@ -2,12 +2,13 @@
 
 vLLM builds a connector after it has loaded the model and never shows it the model. So this remembers the model that
 a worker loaded, until vLLM hands it over itself (vllm-project/vllm#37339: `register_model`). Nothing heavy is
-imported, and without the connector nothing else happens.
+imported, and without the connector nothing else happens, but for how ragblend's log lines look.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ _loaded: list[weakref.ref[Any]] = []
 
 def register() -> None:
     """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
+    log_as_vllm()
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.load_model
@@ -32,6 +34,18 @@ def register() -> None:
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
+
+
+def log_as_vllm() -> None:
+    """Have this process's ragblend lines look as vLLM's do, with time and level, and go where they go.
+
+    Where logging is set up already, by a program that has vLLM in it or with VLLM_CONFIGURE_LOGGING=0, it stays.
+    """
+    ours, theirs = logging.getLogger("ragblend"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
 
 
 def loaded_model() -> Any | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +22,19 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.counting import RequestCounts, TierWatch
 from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
 from ragblend.engine.vllm.loading import Loading, MemoryChange, ReadAhead, machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams, parse_params, spans_between, told
+from ragblend.engine.vllm.params import (
+    PARAMS_KEY,
+    TENANT_KEY,
+    BlendParams,
+    cache_salt_of,
+    parse_params,
+    salted_namespace,
+    spans_between,
+    told,
+)
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.engine.vllm.worker import Job, StoredSpan
 from ragblend.errors import RagblendError, UsageError
@@ -47,18 +56,22 @@ class _Asked:
     choice: Chosen | None = None  # what a calibration says; None where nothing is fused
     adapts: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
     is_hidden: bool = False  # from vLLM's prefix cache
+    num_missing: int = 0  # chunks that were looked for and not found
+    is_filled: bool = False  # the workers have told what became of it
+    request: Any = None  # vLLM's, until its first token is there
 
 
 class BlendScheduler:
-    """Made once in the scheduler's process. `counts` are names of `metrics.COUNTERS`, taken by whoever reports them."""
+    """Made once in the scheduler's process. `counting` is taken by whoever reports it."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
-        self.counts: Counter[str] = Counter()
+        self.counting = RequestCounts()
         self.asked: dict[str, _Asked] = {}
         self._new_jobs: list[Job] = []
         # What the remote tier has sent is there a second time, so nothing here waits for the disk.
         local = config.open_local(fsync=False)
+        self.tiers = TierWatch(local, shows_bytes=False)
         disk = disk_tier(local)
         assert disk is not None
         self.disk = disk
@@ -86,40 +99,62 @@ class BlendScheduler:
             )
         self._note_model(str(model.model), shape)
 
-    def _count(self, **counts: float) -> None:
-        self.counts.update(counts)
-
     def on_new_request(self, request: Any) -> None:
         """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
         self.loading.request_came(request.request_id)
         try:
-            params = self._params(request)
+            params = self._params(request, self._bound_namespace(request))
             if params is None:
                 return
             asked = self._settle_wishes(request, params)
         except RagblendError as error:
             # Whatever a client sends, it gets an answer: by ordinary prefill.
             log.warning("request %s is served by ordinary prefill: %s", request.request_id, error)
-            asked = _Asked(BlendParams("prefix"), BlendReport("prefix", refused_reason=str(error), failed=True))
+            asked = _Asked(
+                BlendParams("prefix"), BlendReport("prefix", refused_reason=self.config.for_clients(error), failed=True)
+            )
         self.asked[request.request_id] = asked
-        self._count(requests=1, refused_requests=bool(asked.report.refused_reason))
+        asked.request = request
+        self.counting.add(requests=1, refused_requests=bool(asked.report.refused_reason))
         if asked.params.mode == "full":
             _hide_from_prefix_cache(request, asked)
         elif not asked.report.refused_reason:
             self._start(request, asked)
 
-    def _params(self, request: Any) -> BlendParams | None:
+    def _bound_namespace(self, request: Any) -> str | None:
+        """The namespace that the request's API key is bound to; None where there are no keys.
+
+        Its blocks in vLLM's own prefix cache are then that namespace's alone, whatever the request asks for.
+        """
+        if not self.config.keys:
+            return None
+        tenant = (request.kv_transfer_params or {}).get(TENANT_KEY)
+        if not isinstance(tenant, str):  # it has not come through the front end's door
+            _hide(request)
+            raise UsageError("the server has keys, and the request came without one")
+        namespace = salted_namespace(tenant, request.cache_salt)
+        _keep_apart(request, namespace)
+        return namespace
+
+    def _params(self, request: Any, bound: str | None) -> BlendParams | None:
         """The request's parameters, or those that separators in its prompt stand for; None: it is not for us."""
         given = request.kv_transfer_params
         if isinstance(given, dict) and PARAMS_KEY in given:
-            return parse_params(given[PARAMS_KEY])
-        if not self.config.separator_ids or request.prompt_token_ids is None:
+            params = parse_params(given[PARAMS_KEY])
+        elif self.config.separator_ids and request.prompt_token_ids is not None:
+            spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
+            if not spans:
+                return None
+            # An end marker tells that separators open the chunks and belong to them.
+            lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
+            params = BlendParams(spans=spans, namespace=self.config.namespace, template=((lead, 0),) * len(spans))
+        else:
             return None
-        spans = spans_between(request.prompt_token_ids, self.config.separator_ids, self.config.separator_end_ids)
-        # An end marker tells that separators open the chunks and belong to them.
-        lead = len(self.config.separator_ids) if self.config.separator_end_ids else 0
-        template = ((lead, 0),) * len(spans)
-        return BlendParams(spans=spans, namespace=self.config.namespace, template=template) if spans else None
+        if bound is None:
+            bound = salted_namespace(params.namespace, request.cache_salt)
+            if params.namespace:
+                _keep_apart(request, bound)
+        return replace(params, namespace=bound)
 
     def _settle_wishes(self, request: Any, params: BlendParams) -> _Asked:
         ids = request.prompt_token_ids
@@ -165,6 +200,7 @@ class BlendScheduler:
             self._remember(asked.params.context)
         else:
             asked.stored = self._lookup(ids, asked.params)
+            asked.num_missing = len(spans) - len(asked.stored)
             if asked.stored and asked.stored[-1].end == len(ids):
                 # vLLM must have a token to sample from: what ends the prompt is computed.
                 asked.stored = asked.stored[:-1]
@@ -188,7 +224,7 @@ class BlendScheduler:
             asked.report.refused_reason = decision.refused
             asked.stored, asked.end = (), 0
             self._read_ahead.ends(request.request_id)
-            self._count(refused_requests=1)
+            self.counting.add(refused_requests=1)
             return
         asked.report.recompute_ratio = decision.ratio
         if asked.choice.fit is not None:
@@ -315,6 +351,9 @@ class BlendScheduler:
 
     def take_jobs(self) -> tuple[list[Job], list[str]]:
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
+        for asked in self.asked.values():
+            self._time_first_token(asked)
+        self.counting.queue(sum(bool(each.end or each.coming) and not each.is_filled for each in self.asked.values()))
         jobs, self._new_jobs = self._new_jobs, []
         return jobs, self._read_ahead.take(self.loading)
 
@@ -327,17 +366,10 @@ class BlendScheduler:
             asked = self.asked.get(request_id)
             if asked is not None:  # what it waited for the remote tier is part of loading, and fusing waited too
                 report.load_s, report.stall_s = report.load_s + asked.waited_s, report.stall_s + asked.waited_s
-            self._count(
-                refused_requests=bool(report.refused_reason),
-                load_seconds=report.load_s,
-                fuse_seconds=report.fuse_s,
-                damaged_entries=report.num_damaged_entries,
-                recomputed_tokens=report.num_recomputed_tokens,
-                reused_tokens=report.num_reused_tokens,
-            )
+            self.counting.filled(report, observed=asked is not None and asked.params.mode != "ingest")
             if asked is not None:
                 report.predicted_agreement = asked.report.predicted_agreement
-                asked.report = report
+                asked.report, asked.is_filled = report, True
                 if report.refused_reason:
                     asked.end = 0  # or what failed once would be tried for ever
 
@@ -348,13 +380,24 @@ class BlendScheduler:
         asked = self.asked.pop(request_id, None)
         if asked is None:
             return None
+        self._time_first_token(asked)
         report = asked.report
-        if asked.params.mode == "ingest" and not report.num_chunk_hits and not report.refused_reason:
-            self._count(ingested_chunks=1)
-        elif not report.refused_reason:
-            misses = report.num_chunks - report.num_chunk_hits
-            self._count(chunk_hits=report.num_chunk_hits, chunk_misses=misses)
+        if report.refused_reason:
+            pass
+        elif asked.params.mode == "ingest" and not report.num_chunk_hits:
+            self.counting.add(ingested_chunks=asked.is_filled)
+        else:
+            # What was found and could not be read is a miss, too; what nobody looked for, or waited for, is none.
+            num_lost = len(asked.stored) - report.num_chunk_hits if asked.is_filled else 0
+            self.counting.add(chunk_hits=report.num_chunk_hits, chunk_misses=asked.num_missing + num_lost)
         return {PARAMS_KEY: told(report)}
+
+    def _time_first_token(self, asked: _Asked) -> None:
+        """Between two steps: at most one step later than the token."""
+        if asked.request is not None and asked.request.num_output_tokens > 0:
+            if asked.params.mode != "ingest":
+                self.counting.first_token(asked.report.mode, asked.request.arrival_time)
+            asked.request = None
 
     def close(self) -> None:
         """End the threads that fetch."""
@@ -376,6 +419,20 @@ class BlendScheduler:
 def _hide_from_prefix_cache(request: Any, asked: _Asked) -> None:
     """Give a request a name of its own in vLLM's prefix cache: it finds nothing there, and nobody finds its blocks."""
     asked.is_hidden = True
-    request.cache_salt = f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}"
+    _hide(request)
+
+
+def _hide(request: Any) -> None:
+    _salt(request, f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}")
+
+
+def _keep_apart(request: Any, namespace: str) -> None:
+    """Let a request share vLLM's prefix cache with its own namespace alone."""
+    if namespace:
+        _salt(request, cache_salt_of(namespace))
+
+
+def _salt(request: Any, salt: str) -> None:
+    request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()

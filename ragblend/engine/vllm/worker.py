@@ -43,6 +43,7 @@ from ragblend.options import ContextPolicy
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # as in hf.blend
+_PREFIXES_BYTES = 256 << 20  # of those; clients choose how long they are
 _NO_RECOMPUTE = (Check(0, 0.0),)
 
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
@@ -118,7 +119,7 @@ class _Running:
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
 
-    `write` stores new chunks, by default in `store`; a thread of its own calls it.
+    `write` stores new chunks, by default in `store`; a thread of its own calls it. `shown` is how reports name errors.
     slice_tokens: one `run_slice` ends once it has run `slice_tokens x num_layers` token-layers, the work of a prefill
     of that many tokens; it can exceed that by one layer of one pass.
     """
@@ -129,7 +130,9 @@ class BlendWorker:
         store: KVStore,
         slice_tokens: int,
         write: Callable[[ChunkKV], None] | None = None,
+        shown: Callable[[BaseException], str] = str,
     ) -> None:
+        self._shown = shown
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
@@ -137,7 +140,7 @@ class BlendWorker:
         self._pass: list[_Running] = []  # those of them that are under way together
         self._storing: list[tuple[Job, BlendReport, Future[None]]] = []
         self._readers: list[Event] = []  # set once each has ended
-        self._prefixes: OrderedDict[tuple[int, ...], MemoryKV] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], MemoryKV] = OrderedDict()  # by namespace and ids
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # a list gets the layers' times of every blend
 
@@ -246,7 +249,7 @@ class BlendWorker:
         """One request's trouble must not end the server."""
         log.error("blending request %s failed", running.job.request_id, exc_info=error)
         self._drop(running)
-        reason = f"blending failed ({type(error).__name__}: {error})"
+        reason = f"blending failed ({self._shown(error)})"
         return Finished(
             running.job, BlendReport(running.job.params.told_as, refused_reason=reason, failed=True), failed=True
         )
@@ -348,7 +351,7 @@ class BlendWorker:
             error = future.exception()
             if error is not None:
                 log.warning("request %s was not stored: %s", job.request_id, error)
-                report.refused_reason, report.failed = f"not stored: {error}", True
+                report.refused_reason, report.failed = f"not stored: {self._shown(error)}", True
             finished.append(Finished(job, report, failed=False))
         self._storing = waiting
         return finished
@@ -407,14 +410,17 @@ class BlendWorker:
         prefix_ids = job.prefix_ids
         if not prefix_ids:
             return ()
-        known = self._prefixes.get(prefix_ids)
+        key = (job.params.namespace, prefix_ids)
+        known = self._prefixes.get(key)
         if known is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
-            self._prefixes[prefix_ids] = known
-            if len(self._prefixes) > _PREFIXES_KEPT:
-                self._prefixes.popitem(last=False)
-        self._prefixes.move_to_end(prefix_ids)
+            self._prefixes[key] = known
+        self._prefixes.move_to_end(key)
+        while (
+            len(self._prefixes) > _PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES
+        ):
+            self._prefixes.popitem(last=False)
         return (Placement(known, 0, exact=True),)
 
     def _lookup(self, job: Job, damaged: set[str]) -> tuple[Placement, ...]:

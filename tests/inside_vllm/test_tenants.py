@@ -1,0 +1,246 @@
+"""`ragblend serve --keys` for real: every route asks for a key, and a key sees its own namespace's chunks alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from openai import OpenAI
+from servers import HttpServer, free_port
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.errors import RagblendError
+
+A, B = "George Keller lives in Kinport. Julia Bishop works for Synon.", "Ben Howard lives in Easton."
+QUESTION = "Where does George Keller live?"
+ACME, GLOBEX, ASKER, INGESTER, ADMIN = (f"a-key-of-{name}" for name in ("acme", "globex", "asker", "ingester", "admin"))
+KEYS = {
+    ACME: {"namespace": "acme", "rights": ["ask", "ingest"]},
+    GLOBEX: {"namespace": "globex", "rights": ["ask", "ingest"]},
+    ASKER: {"namespace": "acme", "rights": ["ask"]},
+    INGESTER: {"namespace": "acme", "rights": ["ingest"]},
+    ADMIN: {"namespace": "ops", "rights": ["admin"]},
+}
+ROUTES = """
+import json
+from pathlib import Path
+class Told:
+    def __init__(self, app):
+        self.app = app
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            routes = [(route.path, sorted(getattr(route, "methods", None) or ["GET"])) for route in scope["app"].routes]
+            Path("routes.json").write_text(json.dumps(routes))
+        await self.app(scope, receive, send)
+"""
+
+
+class Served(NamedTuple):
+    url: str
+    home: Path
+    http: httpx.Client
+
+    def ask(self, key: str, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
+        return self.http.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.ask(ADMIN, "/metrics", method="GET").text.splitlines()
+        found = (re.match(r"(vllm:\w+)\{[^}]*\} (\S+)$", line) for line in lines)
+        return {match[1]: float(match[2]) for match in found if match}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("tenants")
+    keys = home / "keys.json"
+    keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
+    keys.chmod(0o600)
+    (home / "told_routes.py").write_text(ROUTES)
+    port = free_port()
+    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--keys", str(keys)]
+    command += ["--port", str(port), "--max-model-len", "1024", "--enforce-eager", "--middleware", "told_routes.Told"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
+    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
+    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
+    try:
+        server.wait(1200)
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            yield Served(server.url, home, http)
+    finally:
+        server.stop()
+
+
+def engine(served: Served, key: str, texts: Path, **options: Any) -> Any:
+    return load_engine("demo", texts / key, backend=served.url, api_key=key, on_miss="inline", **options)
+
+
+def hits(engine: Any) -> int:
+    return int(engine.generate(SegmentedPrompt([A], QUESTION), max_tokens=4).report.num_chunk_hits)
+
+
+def marked(served: Served, key: str, text: str, **more: Any) -> dict[str, Any]:
+    body = {"model": "demo", "prompt": f"<s><doc> {text}<q> {QUESTION}<a>", "max_tokens": 4, "temperature": 0}
+    answer = served.ask(key, "/v1/completions", {**body, "add_special_tokens": False, **more})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["kv_transfer_params"]["ragblend"])
+
+
+def test_two_keys_find_nothing_of_each_others_chunks(served: Served, tmp_path: Path) -> None:
+    with engine(served, ACME, tmp_path) as acme, engine(served, GLOBEX, tmp_path) as globex:
+        assert (acme.namespace, globex.namespace) == ("acme", "globex")
+        acme.precompute(A)
+        assert (hits(acme), hits(globex)) == (1, 0)
+        assert (acme.is_stored(A), globex.is_stored(A)) == (True, False)
+        assert [marked(served, key, A)["num_chunk_hits"] for key in (ACME, GLOBEX)] == [1, 0]
+        assert {header.namespace for header in DiskStore(served.home / "kv").headers()} == {"acme"}
+        # Whoever knows a key of the other's chunk, hash that it is, neither sees nor deletes it.
+        keys = {"keys": list(DiskStore(served.home / "kv").keys())}
+        told = [served.ask(key, "/v1/ragblend/stored", keys).json()["stored"] for key in (ACME, GLOBEX, ADMIN)]
+        assert told == [[True], [False], [True]]
+        assert served.ask(GLOBEX, "/v1/ragblend/forget", keys).json() == {"num_removed": 0}
+        assert served.ask(GLOBEX, "/v1/ragblend/prefetch", keys).json() == {"num_keys": 0}
+        assert hits(acme) == 1
+        globex.precompute(A)
+        assert (hits(acme), hits(globex)) == (1, 1)
+        assert globex.forget(A)
+        assert (hits(acme), hits(globex)) == (1, 0)
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "demo", "prompt": [1, 5, 6, 7, 8, 9], "max_tokens": 1},
+    "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1},
+    "/v1/messages": {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1},
+    "/v1/responses": {"model": "demo", "input": QUESTION, "max_output_tokens": 1},
+    "/invocations": {"model": "demo", "prompt": [1, 5, 6, 7, 8, 9], "max_tokens": 1},
+    "/inference/v1/generate": {"model": "demo", "token_ids": [1, 5, 6, 7, 8, 9], "sampling_params": {"max_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_forged_namespace_is_refused_with_the_reason(served: Served, path: str) -> None:
+    own, foreign = (
+        {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": name}}} for name in ("acme", "globex")
+    )
+    assert served.ask(ACME, path, PROMPTS[path]).status_code == 200  # plain vLLM goes on
+    assert served.ask(ACME, path, {**PROMPTS[path], **own}).status_code == 200
+    for more in ({}, {"stream": True}):
+        answer = served.ask(ACME, path, {**PROMPTS[path], **foreign, **more})
+        assert answer.status_code == 403, answer.text
+        assert "'globex'" in answer.json()["error"]["message"]
+        assert "'acme'" in answer.json()["error"]["message"]
+
+
+def test_parameters_that_come_another_way_are_bound_too(served: Served) -> None:
+    foreign = {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": "globex"}}}
+    hidden = {"max_tokens": 1, "extra_args": foreign}
+    body = {**PROMPTS["/inference/v1/generate"], "sampling_params": hidden}
+    assert served.ask(ACME, "/inference/v1/generate", body).status_code == 403
+    stamp = {"kv_transfer_params": {"ragblend_tenant": "globex", "ragblend": {"mode": "prefix"}}}
+    before = served.metrics()["vllm:ragblend_requests_total"]
+    assert served.ask(ACME, "/v1/completions", {**PROMPTS["/v1/completions"], **stamp}).status_code == 200
+    assert served.metrics()["vllm:ragblend_requests_total"] == before + 1
+
+
+def test_every_route_without_a_key_is_refused(served: Served) -> None:
+    served.http.get("/health")
+    routes = json.loads((served.home / "routes.json").read_text())
+    paths = {path for path, _ in routes}
+    assert {"/v1/completions", "/invocations", "/metrics", "/tokenize", "/v1/ragblend/forget"} <= paths
+    for path, methods in routes:
+        place = re.sub(r"\{[^}]*\}", "x", path)
+        for method in {*methods, "GET", "POST", "HEAD"} - {"OPTIONS"}:
+            for headers in ({}, {"Authorization": "Bearer wrong-key"}, {"Authorization": f"Basic {ACME}"}):
+                if path == "/health" and method in ("GET", "HEAD"):  # the keys file opens it
+                    continue
+                answer = served.http.request(method, place, headers=headers, content=b"{}")
+                assert answer.status_code == 401, (method, path, answer.status_code)
+    assert served.http.get("/health").status_code == 200
+    assert served.http.get(f"{served.url}//health").status_code == 401
+
+
+def test_what_a_key_has_no_right_to_is_refused(served: Served, tmp_path: Path) -> None:
+    for method, path in (("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", "/v1/load_lora_adapter")):
+        answer = served.ask(ACME, path, {}, method)
+        assert answer.status_code == 403, path
+        assert "admin" in answer.json()["error"]["message"]
+    assert served.ask(ASKER, "/v1/ragblend/forget", {"keys": []}).status_code == 403
+    assert served.ask(INGESTER, "/v1/completions", PROMPTS["/v1/completions"]).status_code == 403
+    with engine(served, ASKER, tmp_path) as asker, pytest.raises(RagblendError, match="'ingest'"):
+        asker.precompute(B)
+    with engine(served, INGESTER, tmp_path) as ingester:
+        ingester.precompute(B)
+        assert ingester.is_stored(B)
+    with engine(served, ACME, tmp_path, namespace="globex") as forger, pytest.raises(RagblendError, match="globex"):
+        forger.generate(SegmentedPrompt([A], QUESTION), max_tokens=1)
+
+
+def test_vllms_own_prefix_cache_is_not_shared_either(served: Served) -> None:
+    body = {"model": "demo", "prompt": [1, *range(10, 110)], "max_tokens": 1}
+
+    def cached(key: str, **more: Any) -> float:
+        before = served.metrics()["vllm:prefix_cache_hits_total"]
+        assert served.ask(key, "/v1/completions", {**body, **more}).status_code == 200
+        return served.metrics()["vllm:prefix_cache_hits_total"] - before
+
+    assert cached(ACME) == 0
+    assert cached(ACME) == 96
+    assert cached(GLOBEX) == 0
+    assert cached(ASKER) == 96  # of the same namespace
+    assert cached(ACME, cache_salt="s") == 0
+    assert cached(GLOBEX, cache_salt="s") == 0
+    assert cached(ACME, cache_salt="s") == 96
+
+
+def test_a_cache_salt_is_part_of_the_namespace(served: Served) -> None:
+    ids = list(range(40, 80))
+    body = {"model": "demo", "prompt": [1, *ids, 7], "max_tokens": 1, "temperature": 0}
+
+    def ask(mode: str, **more: Any) -> dict[str, Any]:
+        params = {"kv_transfer_params": {"ragblend": {"mode": mode, "spans": [[1, 41]]}}}
+        return dict(served.ask(ACME, "/v1/completions", {**body, **params, **more}).json()["kv_transfer_params"])
+
+    ask("ingest", cache_salt="s3cret")
+    found = [ask("blend", **salt)["ragblend"]["num_chunk_hits"] for salt in ({}, {"cache_salt": "other"})]
+    assert found == [0, 0]
+    assert ask("blend", cache_salt="s3cret")["ragblend"]["num_chunk_hits"] == 1
+    assert not any("s3cret" in header.namespace for header in DiskStore(served.home / "kv").headers())
+
+
+def test_where_the_store_is_is_not_told(served: Served) -> None:
+    for path in ("/v1/ragblend", "/v1/models", "/metrics", "/openapi.json", "/version", "/load"):
+        answer = served.ask(ADMIN, path, method="GET")
+        assert answer.status_code == 200, path
+        assert str(served.home) not in answer.text, path
+    store = served.home / "kv"
+    entries = [path for path in store.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in entries} == {0o600}
+    body = {"model": "demo", "prompt": [1, *range(90, 130), 7], "max_tokens": 1}
+    params = {"kv_transfer_params": {"ragblend": {"mode": "ingest", "spans": [[1, 41]]}}}
+    for folder in [store, *(path for path in store.iterdir() if path.is_dir())]:
+        folder.chmod(0o500)
+    try:
+        told = served.ask(ACME, "/v1/completions", {**body, **params})
+    finally:
+        for folder in [store, *(path for path in store.iterdir() if path.is_dir())]:
+            folder.chmod(0o700)
+    if os.getuid():  # root writes everywhere
+        assert "not stored" in told.json()["kv_transfer_params"]["ragblend"]["refused_reason"]
+    assert str(served.home) not in told.text
+
+
+def test_openai_clients_need_no_more_than_their_key(served: Served) -> None:
+    client = OpenAI(base_url=f"{served.url}/v1", api_key=ACME, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    answer = client.completions.create(model="demo", prompt=f"{A} {QUESTION}", max_tokens=2)
+    assert answer.choices[0].text
