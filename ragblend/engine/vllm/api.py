@@ -5,6 +5,7 @@
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+    GET  /ragblend/ready       see `readiness`
 
 Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
 vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
@@ -24,6 +25,7 @@ from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.readiness import Readiness, add_readiness, refuse
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
@@ -45,19 +47,24 @@ class BlendMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._equipped = False
+        self._readiness: Readiness | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to vLLM."""
         if scope["type"] == "http" and not self._equipped:
             self._equipped = True
             try:
-                equip(scope["app"])
+                self._readiness = equip(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        await self._app(scope, receive, send)
+        stopping = self._readiness is not None and self._readiness.is_stopping
+        if stopping and scope["type"] == "http" and scope["method"] == "POST":
+            await refuse(send)
+        else:
+            await self._app(scope, receive, send)
 
 
-def equip(app: Any) -> None:
+def equip(app: Any) -> Readiness:
     """Add the routes to `app`, and the report to its completion streams."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -99,6 +106,7 @@ def equip(app: Any) -> None:
     serving = getattr(app.state, "openai_serving_completion", None)
     if serving is not None:
         report_in_streams(serving)
+    return add_readiness(app, chunks.store.tiers)
 
 
 class ServedChunks:
