@@ -27,7 +27,7 @@ from metric_names import expressions, metrics_in
 
 pytestmark = pytest.mark.timeout(1200)
 KEY = "a-key-for-tests"
-ON_CPU = ("--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20))
+ON_CPU = ("--enforce-eager", "--max-model-len=2048", f"--kv-cache-memory-bytes={64 << 20}")
 TEXT = "George Keller lives in Kinport. Julia Bishop works for Synon."
 
 
