@@ -100,6 +100,38 @@ def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod: Pod, 
     assert list(pod.store.glob("*/*"))
 
 
+def test_who_runs_it_sees_keeps_and_clears_what_is_stored(pod: Pod, engine: Any, tmp_path: Path) -> None:
+    def ask(method: str, path: str, body: Any = None, **query: str) -> Any:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{pod.url}/v1/ragblend/store{path}"
+        answer = httpx.request(method, url, json=body, params=query, headers=headers, timeout=60)
+        return answer.json() if answer.status_code == 200 else answer.status_code
+
+    theirs = "Arthur Archer lives in Calville."
+    with load_engine("demo", tmp_path, backend=pod.url, api_key=KEY, namespace="theirs") as other:
+        other.precompute(theirs)
+        state = ask("GET", "")
+        assert {name: held["num_chunks"] for name, held in state["namespaces"].items()} == {"": 1, "theirs": 1}
+        assert state["nbytes"] == sum(held["nbytes"] for held in state["namespaces"].values()) > 0
+        assert state["budget_bytes"] == 180 << 30
+        assert state["remote"]["reachable"]
+        first = ask("GET", "/chunks", limit="1")
+        second = ask("GET", "/chunks", limit="1", after=first["next"])
+        assert second["next"] is None
+        assert {each["chunks"][0]["key"] for each in (first, second)} == {engine.key(TEXT), other.key(theirs)}
+        assert ask("POST", "/pin", {"document": "homes", "keys": [engine.key(TEXT)]}) == {"num_keys": 1}
+        assert ask("GET", "")["pins"] == {"homes": 1}
+        assert ask("POST", "/unpin", {"document": "homes"}) == {"unpinned": True}
+        assert ask("POST", "/clear", {"namespace": "theirs"}) == {"num_removed": 1, "num_unread": 0}
+        assert not other.is_stored(theirs)
+        assert engine.is_stored(TEXT)
+        assert [each["namespace"] for each in ask("GET", "/chunks")["chunks"]] == [""]
+    assert (
+        ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == ask("POST", "/pin", {"document": "x"}) == 400
+    )
+    assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
+
+
 def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod: Pod) -> None:
     asked = [query for name in ("dashboard.json", "rules.yaml") for query in expressions(CHART / "monitoring" / name)]
     (scaled,) = [each for each in rendered("autoscaling.enabled=true") if each["kind"] == "ScaledObject"]

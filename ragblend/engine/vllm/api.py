@@ -5,6 +5,7 @@
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+    ...  /v1/ragblend/store    see `admin`
     GET  /ragblend/ready       see `readiness`
 
 Loaded through vLLM's own `--middleware`. The routes are added to vLLM's application, so that its API key guards them.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.vllm.admin import add_admin
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
@@ -91,9 +93,12 @@ def equip(app: Any) -> Readiness:
         return await with_keys(request, start)
 
     async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
+        body = await request.body()
+        return await respond(lambda: answer(keys_of(body)))
+
+    async def respond(answer: Callable[[], dict[str, Any]]) -> Response:
         try:
-            keys = keys_of(await request.body())
-            return JSONResponse(await run_in_threadpool(answer, keys))
+            return JSONResponse(await run_in_threadpool(answer))
         except (RagblendError, OSError) as error:
             known = {UsageError: 400, BackendUnreachableError: 503}
             status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
@@ -103,6 +108,7 @@ def equip(app: Any) -> Readiness:
     app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
     app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
     app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
+    add_admin(app, chunks.store, respond)
     serving = getattr(app.state, "openai_serving_completion", None)
     if serving is not None:
         report_in_streams(serving)
