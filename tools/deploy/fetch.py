@@ -91,8 +91,8 @@ def _unpack(wheel: zipfile.ZipFile, prefixes: Sequence[str], root: str, into: Pa
 
 
 def _download(requirement: str, into: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    _run(*pip, "--only-binary", ":all:", "--dest", str(into), requirement)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
+    _run(*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(into), requirement)
     return next(into.glob("*.whl"))
 
 
