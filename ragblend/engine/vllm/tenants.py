@@ -35,7 +35,9 @@ RIGHTS: tuple[Right, ...] = get_args(Right)
 _SHA256 = "sha256:"
 _MAX_FILE_BYTES = 8 << 20
 
-_ANY_KEY = frozenset({("GET", path) for path in ("/health", "/ping", "/version", "/v1/models", "/v1/ragblend")})
+_ANY_KEY = frozenset(
+    {("GET", path) for path in ("/health", "/ping", "/version", "/v1/models", "/v1/ragblend", "/ragblend/ready")}
+)
 # What these are asked to compute is judged at the door to the engine.
 _ENGINE = frozenset(
     {

@@ -1,0 +1,224 @@
+"""deploy/helm/ragblend as helm renders it: objects that Kubernetes takes, commands that ragblend takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer
+import yaml
+from charts import CHART, DEPLOY, EVERYTHING, NAMESPACE, container, helm, rendered, the
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+from ragblend.cli.app import app
+from ragblend.config import Settings
+from ragblend.engine.store.signing import KEY_VARIABLE
+from ragblend.engine.vllm import readiness
+from tools.deploy.fetch import FOLDER, KUBERNETES
+
+VALUES = {"defaults": None, "everything on": EVERYTHING}
+CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}  # not Kubernetes' own
+
+
+@pytest.fixture(scope="module", params=list(VALUES))
+def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return rendered(values=VALUES[request.param])
+
+
+@pytest.fixture(scope="module")
+def everything() -> list[dict[str, Any]]:
+    return rendered(values=EVERYTHING)
+
+
+def parsed(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the command line's own parser makes of `ragblend serve ARGS`, and what goes to vLLM."""
+    group: Any = typer.main.get_command(app)
+    context = group.commands["serve"].make_context("serve", list(args))
+    return context.params, context.args
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=list(VALUES))
+def test_helm_lints_the_chart(values: Path | None) -> None:
+    done = helm("lint", "--strict", CHART, *(["-f", values] if values else []))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_every_object(objects: list[dict[str, Any]], version: str) -> None:
+    folder = FOLDER / "kubernetes" / f"v{version}.0-local-strict"
+    if not folder.is_dir():
+        pytest.skip("no schemas of Kubernetes objects; get them with: make deploy-check")
+    definitions = Resource(json.loads((folder / "_definitions.json").read_text()), DRAFT202012)
+    registry: Any = Registry().with_resource("/api/_definitions.json", definitions)
+    num_checked = 0
+    for each in objects:
+        if each["kind"] not in CUSTOM:
+            group, _, api = each["apiVersion"].rpartition("/")
+            name = "-".join(filter(None, [each["kind"].lower(), group.split(".")[0], api]))
+            schema = json.loads((folder / f"{name}.json").read_text())
+            jsonschema.Draft202012Validator(schema, registry=registry).validate(each)
+            num_checked += 1
+    assert num_checked >= 5
+
+
+def test_everything_on_renders_every_kind_of_object(everything: list[dict[str, Any]]) -> None:
+    kinds = {each["kind"] for each in everything}
+    assert kinds >= CUSTOM | {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Deployment", "RoleBinding"}
+    names = [(each["kind"], each["metadata"]["name"]) for each in everything]
+    assert len(names) == len(set(names))
+
+
+def test_ragblend_takes_the_default_command() -> None:
+    own, vllm = parsed(container(rendered())["args"])
+    assert (own["model"], own["host"], own["port"]) == ("Qwen/Qwen3-8B", "0.0.0.0", 8000)
+    assert vllm == ["--shutdown-timeout=120"]
+
+
+def test_ragblend_takes_the_command_with_every_switch_on(everything: list[dict[str, Any]]) -> None:
+    own, vllm = parsed(container(everything)["args"])
+    assert own["model"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert (str(own["ratio"]), own["rule"], own["context"]) == ("0.2", "cacheblend_k", "none")
+    assert (own["system"], own["separator"]) == ("You answer briefly, from the documents.", "<|chunk|>")
+    flags = ["--shutdown-timeout=120", "--tensor-parallel-size=2", "--max-model-len", "16384", "--max-num-seqs=64"]
+    assert vllm == flags
+
+
+def test_ragblend_knows_every_variable_that_it_is_given(everything: list[dict[str, Any]]) -> None:
+    known = {f"RAGBLEND_{name.upper()}" for name in Settings.__dataclass_fields__}
+    known |= {"RAGBLEND_API_KEY", KEY_VARIABLE}
+    for objects in (rendered("remote.url=redis://cache:6379/0"), everything):
+        names = [each["name"] for each in container(objects)["env"]]
+        assert len(names) == len(set(names))
+        given = {name for name in names if name.startswith("RAGBLEND_")}
+        assert given <= known
+        assert {"RAGBLEND_STORE", "RAGBLEND_REMOTE", "RAGBLEND_DISK_GIB"} <= given
+
+
+def test_no_secret_is_in_a_release(everything: list[dict[str, Any]]) -> None:
+    environment = {each["name"]: each for each in container(everything)["env"]}
+    for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", KEY_VARIABLE, "HF_TOKEN"):
+        assert environment[name]["valueFrom"]["secretKeyRef"]["name"]
+    assert not [each for each in everything if each["kind"] == "Secret"]
+
+
+def test_the_image_s_folders_are_those_of_the_pod(objects: list[dict[str, Any]]) -> None:
+    server = container(objects)
+    pod = the("StatefulSet", objects)["spec"]["template"]["spec"]
+    templates = the("StatefulSet", objects)["spec"].get("volumeClaimTemplates", [])
+    volumes = [each["name"] for each in pod["volumes"]] + [each["metadata"]["name"] for each in templates]
+    assert sorted(volumes) == sorted(each["name"] for each in server["volumeMounts"])
+    written = {each["mountPath"] for each in server["volumeMounts"]}
+    environment = {each["name"]: each.get("value", "") for each in server["env"]}
+    for name in ("RAGBLEND_STORE", "HOME", "HF_HOME", "XDG_CACHE_HOME"):  # the rest of the file system is read-only
+        assert any(environment[name].startswith(path) for path in written), name
+        assert f"{name}={environment[name]}" in (DEPLOY / "Dockerfile").read_text()
+    assert f"USER {pod['securityContext']['runAsUser']}:" in (DEPLOY / "Dockerfile").read_text()
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert not pod["automountServiceAccountToken"]
+    assert json.dumps([*server["command"]]) in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_a_pod_is_asked_whether_it_is_ready_and_has_time_to_stop(objects: list[dict[str, Any]]) -> None:
+    server = container(objects)
+    assert server["readinessProbe"]["httpGet"]["path"] == readiness.PATH
+    pod = the("StatefulSet", objects)["spec"]["template"]["spec"]
+    slept = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    (flag,) = [word for word in server["args"] if word.startswith("--shutdown-timeout=")]
+    assert pod["terminationGracePeriodSeconds"] >= slept + int(flag.partition("=")[2]) + 30
+    assert slept >= 2 * server["readinessProbe"]["periodSeconds"]
+
+
+def test_what_selects_pods_selects_the_servers(objects: list[dict[str, Any]]) -> None:
+    labels = the("StatefulSet", objects)["spec"]["template"]["metadata"]["labels"].items()
+    service = the("Service", objects, "answers-ragblend")
+    selectors = [
+        the("StatefulSet", objects)["spec"]["selector"]["matchLabels"],
+        service["spec"]["selector"],
+        the("Service", objects, "-replicas")["spec"]["selector"],
+        the("PodDisruptionBudget", objects)["spec"]["selector"]["matchLabels"],
+    ]
+    assert all(selector.items() <= labels for selector in selectors)
+    assert (
+        the("StatefulSet", objects)["spec"]["serviceName"] == the("Service", objects, "-replicas")["metadata"]["name"]
+    )
+    if router := [each for each in objects if each["kind"] == "Deployment"]:
+        others = router[0]["spec"]["template"]["metadata"]["labels"]
+        assert not any(selector.items() <= others.items() for selector in selectors)
+        monitored = the("ServiceMonitor", objects)["spec"]
+        assert monitored["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        (other,) = [
+            each for each in objects if each["kind"] == "Service" and each["metadata"]["name"].endswith("-router")
+        ]
+        assert not monitored["selector"]["matchLabels"].items() <= other["metadata"]["labels"].items()
+
+
+def test_replicas_follow_the_queue_of_this_release(everything: list[dict[str, Any]]) -> None:
+    scaled, server = the("ScaledObject", everything)["spec"], the("StatefulSet", everything)
+    assert scaled["scaleTargetRef"]["name"] == server["metadata"]["name"]
+    assert "replicas" not in server["spec"]  # helm upgrade would undo what KEDA chose
+    (trigger,) = scaled["triggers"]
+    service = the("Service", everything, "answers-ragblend")["metadata"]["name"]
+    assert trigger["metadata"]["query"] == (
+        f'sum(vllm:num_requests_waiting{{namespace="{NAMESPACE}",service="{service}"}})'
+    )
+
+
+def test_the_router_is_given_flags_that_it_has(everything: list[dict[str, Any]]) -> None:
+    if not (FOLDER / "vllm_router").is_dir():
+        pytest.skip("no vllm-router; get its flags with: make deploy-check")
+    sys.path.append(str(FOLDER))
+    try:
+        from vllm_router.router_args import RouterArgs
+    finally:
+        sys.path.remove(str(FOLDER))
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    given = parser.parse_args(container(everything, "Deployment")["args"])
+    assert given.service_discovery
+    assert given.policy == "consistent_hash"
+    found = dict(each.split("=") for each in given.selector)
+    labels = the("StatefulSet", everything)["spec"]["template"]["metadata"]["labels"]
+    assert found.items() <= labels.items()
+    assert given.health_check_endpoint == readiness.PATH
+    version = re.search(r"vllm-router==(\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert version is not None
+    assert f"vllm-router=={version[1]}" in (CHART.parents[2] / "tools" / "deploy" / "fetch.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("replica=3", "replica"),
+        ("blend.ratio=1.5", "ratio"),
+        ("store.kind=redis", "kind"),
+        ("remote.url=cache:6379", "url"),
+        ("vllmArgs={--port=9000}", "vllmArgs"),
+        ("model=", "model"),
+        ("drain.timeoutS=0", "timeoutS"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(setting: str, named: str) -> None:
+    done = helm("template", "x", CHART, "--set", setting)
+    assert done.returncode != 0
+    assert named in done.stderr
+
+
+def test_two_places_for_the_remote_are_one_too_many() -> None:
+    done = helm("template", "x", CHART, "--set", "remote.url=redis://a:1/0,remote.secret.secretName=redis")
+    assert done.returncode != 0
+    assert "choose one" in done.stderr
+
+
+def test_every_value_is_described_by_the_schema() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    for path in (CHART / "values.yaml", EVERYTHING):
+        jsonschema.Draft7Validator(schema).validate(yaml.safe_load(path.read_text()))
+    assert set(schema["properties"]) - {"global"} == set(yaml.safe_load((CHART / "values.yaml").read_text()))
