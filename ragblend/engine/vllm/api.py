@@ -27,7 +27,7 @@ from ragblend.engine.vllm.admin import add_admin
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.readiness import Readiness, add_readiness, refuse
+from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
@@ -59,11 +59,10 @@ class BlendMiddleware:
                 self._readiness = equip(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        stopping = self._readiness is not None and self._readiness.is_stopping
-        if stopping and scope["type"] == "http" and scope["method"] == "POST":
-            await refuse(send)
-        else:
+        if self._readiness is None:
             await self._app(scope, receive, send)
+        else:
+            await self._readiness.serve(self._app, scope, receive, send)
 
 
 def equip(app: Any) -> Readiness:
