@@ -32,7 +32,7 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.gate import App, Gate, Receive, Scope, Send, gate_of, granted
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.readiness import Readiness, add_readiness, refuse
+from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
 from ragblend.engine.vllm.tenants import Grant
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
@@ -66,11 +66,11 @@ class BlendMiddleware:
                 self._readiness = equip(scope["app"])
             except Exception:  # vLLM serves on; clients then take it for one without ragblend
                 log.exception("this server cannot tell what is stored, and its streams have no reports")
-        stopping = self._readiness is not None and self._readiness.is_stopping
-        if stopping and scope["type"] == "http" and scope["method"] == "POST":
-            await refuse(send)
+        app = self._app if self._gate is None else self._gate.enter(self._app)
+        if self._readiness is None:
+            await app(scope, receive, send)
         else:
-            await (self._app if self._gate is None else self._gate.enter(self._app))(scope, receive, send)
+            await self._readiness.serve(app, scope, receive, send)
 
 
 def equip(app: Any) -> Readiness:

@@ -5,8 +5,10 @@
 A remote tier that is down, or a disk that is full, is said and changes nothing: such a server answers as before, and
 taking all replicas away because their shared cache has died would turn a slow service into none.
 
-Knows vLLM's application and the store. vLLM drains on SIGTERM where `--shutdown-timeout` says how long, but goes on
-taking requests meanwhile, and fails them; here they are refused, so that a router asks another replica.
+Knows vLLM's application and the store. vLLM drains on SIGTERM where `--shutdown-timeout` says how long, but its engine
+ends when it has computed the last token, and what its front end has not sent by then is lost: streams of a busy server
+stay open without an end. And it goes on taking requests meanwhile, and fails them. So answers are sent to their end
+here before vLLM's own shutdown begins, and new requests are refused, so that a router asks another replica.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ragblend.files.directory import Directory, unlink
 PATH = "/ragblend/ready"
 _WAIT_S = 2.0  # longest wait for one tier; one that takes longer is said to, and asked no second time meanwhile
 _LASTS_S = 2.0  # several who ask at the same time share an answer
+_CLOSING_S = 10.0  # for vLLM to stop, once answers have had their time: what is owed to the remote tier is written then
 
 STOPPING = b'{"error": {"message": "this server is stopping; ask another replica", "code": 503}}'
 
@@ -37,17 +40,41 @@ class Readiness:
 
     def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:
         self.is_stopping = False
+        self._num_under_way = 0
         self._client = engine_client
         self._disk = _Watched(lambda: _disk_state([tier for tier in tiers if isinstance(tier, DiskStore)]))
         remote = [tier for tier in tiers if isinstance(tier, RemoteStore)]
         self._remote = _Watched(lambda: _remote_state(remote)) if remote else None
         shutdown = engine_client.shutdown
 
-        def noting(*given: Any, **named: Any) -> Any:
-            self.is_stopping = True
+        def draining(*given: Any, **named: Any) -> Any:
+            is_first, self.is_stopping = not self.is_stopping, True
+            timeout_s = named.get("timeout", given[0] if given else None)
+            if timeout_s and is_first:
+                given, named = (), {"timeout": max(self._drain(timeout_s), _CLOSING_S)}
             return shutdown(*given, **named)
 
-        engine_client.shutdown = noting  # what vLLM calls first when it is told to stop
+        engine_client.shutdown = draining  # what vLLM calls first when it is told to stop, in a thread of its own
+
+    async def serve(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        """Have `app` answer, or refuse a prompt that comes while the server is stopping."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await app(scope, receive, send)
+        elif self.is_stopping:
+            await refuse(send)
+        else:
+            self._num_under_way += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._num_under_way -= 1
+
+    def _drain(self, timeout_s: float) -> float:
+        """Wait until every answer is sent, for at most `timeout_s`; what is left of that."""
+        end_s = time.monotonic() + timeout_s
+        while self._num_under_way and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return end_s - time.monotonic()
 
     async def state(self) -> dict[str, Any]:
         """The answer's body."""

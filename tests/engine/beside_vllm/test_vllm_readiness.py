@@ -1,0 +1,86 @@
+"""A server that is told to stop, without vLLM: what it waits for, and whom it refuses. The rest: inside_vllm."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ragblend.engine.vllm.readiness import Readiness
+
+POST = {"type": "http", "method": "POST"}
+
+
+class EngineClient:
+    """What vLLM calls when it is told to stop."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float | None] = []
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.timeouts.append(timeout)
+
+
+async def statuses_of(readiness: Readiness, app: Any) -> list[int]:
+    """Statuses of the answer to one request."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await readiness.serve(app, POST, None, send)
+    return [message["status"] for message in sent if "status" in message]
+
+
+async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refused() -> None:
+    client, may_end, has_begun = EngineClient(), asyncio.Event(), asyncio.Event()
+    readiness = Readiness(client, [])
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        has_begun.set()
+        await may_end.wait()
+        await send({"status": 200})
+
+    answer = asyncio.create_task(statuses_of(readiness, slow))
+    await has_begun.wait()
+    stopping = asyncio.create_task(asyncio.to_thread(client.shutdown, timeout=60))
+    while not readiness.is_stopping:
+        await asyncio.sleep(0.01)
+    assert await statuses_of(readiness, slow) == [503]
+    await asyncio.sleep(0.2)
+    assert client.timeouts == []  # an answer is under way
+    may_end.set()
+    assert await answer == [200]
+    await stopping
+    assert len(client.timeouts) == 1
+    assert 50 < (client.timeouts[0] or 0) <= 60
+
+
+async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop() -> None:
+    client = EngineClient()
+    readiness = Readiness(client, [])
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    answer = asyncio.create_task(statuses_of(readiness, endless))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(client.shutdown, timeout=0.2)
+    assert client.timeouts == [10.0]  # to write what is owed to the remote tier
+    answer.cancel()
+
+
+@pytest.mark.parametrize("timeout", [0, None])
+async def test_without_time_to_drain_vllm_stops_as_it_always_did(timeout: float | None) -> None:
+    client = EngineClient()
+    readiness = Readiness(client, [])
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    answer = asyncio.create_task(statuses_of(readiness, endless))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(client.shutdown, timeout)
+    assert client.timeouts == [timeout]
+    answer.cancel()
