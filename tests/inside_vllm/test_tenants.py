@@ -67,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     port = free_port()
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--keys", str(keys)]
     command += ["--port", str(port), "--max-model-len", "1024", "--enforce-eager", "--middleware", "told_routes.Told"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enable-scale-out"]
     left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -132,7 +132,7 @@ def test_a_forged_namespace_is_refused_with_the_reason(served: Served, path: str
     own, foreign = (
         {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": name}}} for name in ("acme", "globex")
     )
-    assert served.ask(ACME, path, PROMPTS[path]).status_code == 200  # plain vLLM goes on
+    assert (answer := served.ask(ACME, path, PROMPTS[path])).status_code == 200, answer.text  # plain vLLM goes on
     assert served.ask(ACME, path, {**PROMPTS[path], **own}).status_code == 200
     for more in ({}, {"stream": True}):
         answer = served.ask(ACME, path, {**PROMPTS[path], **foreign, **more})
