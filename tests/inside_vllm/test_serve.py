@@ -53,9 +53,14 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def url(remote: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's working folder, with its store in `kv`."""
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def url(remote: str, home: Path) -> Iterator[str]:
     """A server over an empty store, for this module."""
-    home = tmp_path_factory.mktemp("serve")
     own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
@@ -112,8 +117,8 @@ def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
     assert [report.num_chunk_hits for report in batch] == [0, 0]
 
 
-def test_the_transformers_engine_and_the_server_agree(engine: Any, url: str) -> None:
-    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+def test_the_transformers_engine_and_the_server_agree(engine: Any, home: Path) -> None:
+    store = home / "kv"
     with load_engine("demo", store, on_miss="inline") as reference:
         assert reference.fingerprint == engine.fingerprint
         assert reference.is_stored(A)
@@ -142,8 +147,8 @@ def test_what_the_server_ingested_another_machine_gets_from_redis(engine: Any, r
     assert not engine.is_stored(new)
 
 
-def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, url: str) -> None:
-    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, home: Path) -> None:
+    store = home / "kv"
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = Fit("cacheblend_k", 1, 0.4, True, points)
     facts = (engine.fingerprint, engine.default_prefix_ids, "112 tokens", 1e9, 0.9, 60, "k 2")
@@ -157,9 +162,9 @@ def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: An
     assert {answer.text for answer in found} == {"Kinport"}
 
 
-def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any, url: str) -> None:
+def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any, home: Path) -> None:
     """The profile says that loading takes 0.8 of the time of prefill; what the server ingested itself is in memory."""
-    store = httpx.get(f"{url}/v1/ragblend", headers={"Authorization": f"Bearer {KEY}"}).json()["store"]
+    store = home / "kv"
     places = ("Wesstad", "Calville", "Kinport", "Xanco", "Synon", "Norwick", "Easton", "Milford", "Harwell", "Ashford")
     chunks = [f"Tom Ashby has lived in {place} for years, and works for Synon. " * 6 for place in places]
     with load_engine("demo", store, on_miss="inline") as elsewhere:  # on the server's disk, and not in its memory
