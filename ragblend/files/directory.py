@@ -57,10 +57,8 @@ class Directory:
         temp = path.with_name(f".{path.stem}.{_HOST}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
         try:
             self._make(path.parent)
-            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as stream:
-                if self._is_shared():
-                    os.fchmod(fd, 0o660)
+            with temp.open("xb") as stream:
+                os.fchmod(stream.fileno(), 0o660 if self._is_shared() else 0o600)  # while nothing is in it
                 write(stream)
                 stream.flush()
                 if self._fsync:

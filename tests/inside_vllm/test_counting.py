@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -169,3 +173,16 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
     assert 'vllm:ragblend_request_ttft_seconds_count{engine="0",mode="x"} 1.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="0"} 7.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="1"} 1.0' in shown
+
+
+def test_log_lines_look_as_vllms_do() -> None:
+    script = (
+        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm; log_as_vllm(); log_as_vllm(); "
+        "logging.getLogger('ragblend.engine.vllm.scheduler').warning('is full')"
+    )
+    left_out = ("VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in (said.stdout + said.stderr).splitlines() if "is full" in line]
+    assert len(lines) == 1
+    assert re.match(r"WARNING \d\d-\d\d \d\d:\d\d:\d\d \[.*\] is full$", lines[0]), lines
