@@ -177,7 +177,8 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
 
 def test_log_lines_look_as_vllms_do() -> None:
     script = (
-        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm; log_as_vllm(); log_as_vllm(); "
+        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm; "
+        "log_as_vllm(); log_as_vllm(); "
         "logging.getLogger('ragblend.engine.vllm.scheduler').warning('is full')"
     )
     left_out = ("VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING")
