@@ -146,6 +146,21 @@ def free_blocks(llm: Any) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+def watch_counts(half: Any) -> Any:
+    """A `BlendStats` of what a half of the connector counts for `/metrics` from now on; vLLM takes it at each step."""
+    from ragblend.engine.vllm.metrics import BlendStats
+
+    take, total = half.get_kv_connector_stats, BlendStats()
+
+    def watching() -> Any:
+        stats = take()
+        total.take(stats.data if stats is not None else {})
+        return stats
+
+    half.get_kv_connector_stats = watching
+    return total
+
+
 def connector_worker() -> Any:
     """The connector's worker half in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -9,10 +9,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from harness import ask, engine, ingest, random_ids, report
+from harness import ask, engine, ingest, random_ids, report, watch_counts
 
 from ragblend.engine.vllm.counting import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
@@ -22,39 +23,26 @@ CHUNKS = [random_ids(40, seed) for seed in (2, 3, 4)]
 UNSTORED = random_ids(30, 9)
 
 
-TAKEN = BlendStats()
-
-
 @pytest.fixture(scope="module")
 def llm(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     with engine(checkpoint("llama"), tmp_path_factory.mktemp("kv"), skip_tokenizer_init=True) as llm:
-        for half in (llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
-            watch(half)
+        halves = (llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group())
+        llm.taken = [watch_counts(half) for half in halves]
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
         yield llm
 
 
-def watch(half: Any) -> None:
-    """Note what vLLM takes from a half of the connector at every step."""
-    original = half.get_kv_connector_stats
-
-    def taken() -> Any:
-        found = original()
-        TAKEN.take(found.data if found is not None else {})
-        return found
-
-    half.get_kv_connector_stats = taken
-
-
 def counted(llm: Any) -> dict[str, Any]:
     """What was counted since the last call. A step for nobody takes what came after the last request's own."""
     ask(llm, random_ids(8, 5), max_tokens=2)
-    found = TAKEN.data
-    TAKEN.reset()
-    return found
+    found = BlendStats()
+    for half in llm.taken:
+        found.take(half.data)
+        half.reset()
+    return found.data
 
 
 def prompt(chunks: list[list[int]], tail: int = 6) -> tuple[list[int], list[list[int]]]:
@@ -138,6 +126,7 @@ def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
         (ttft_s,) = found[f"request_ttft_seconds{LABEL}{mode}"]
         assert 0 < ttft_s < 600
     assert found[f"tier_hits{LABEL}memory"] >= 6  # what was ingested here is in memory
+    ingest(llm, PREFIX, random_ids(20, 60))
     end_s = time.monotonic() + 60
     while f"store_bytes{LABEL}disk" not in found and time.monotonic() < end_s:
         time.sleep(0.2)
@@ -146,9 +135,8 @@ def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
 
 
 def test_every_series_reaches_prometheus_by_engine() -> None:
-    import prometheus_client
+    from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
     from prometheus_client import Counter as PromCounter
-    from prometheus_client import Gauge, Histogram
     from vllm.config import VllmConfig
 
     stats, other = BlendStats(), BlendStats()
@@ -156,18 +144,14 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
     other.take({"requests": 2, f"tier_hits{LABEL}disk": 3, "blend_queue": 1, "request_load_seconds": [0.4]})
     stats.aggregate(other)
     assert stats.reduce() == {"requests": 3, "tier_hits|disk": 5, "blend_queue": 1, "request_load_seconds": 0.3}
-    types = {PromCounter: PromCounter, Gauge: Gauge, Histogram: Histogram}
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (PromCounter, Gauge, Histogram)}
     metrics = BlendPromMetrics(VllmConfig(), types, ["engine"], {0: ["0"], 1: ["1"]})
-    try:
-        for name, (label, _) in {**LABELLED_COUNTERS, **HISTOGRAMS, **GAUGES}.items():
-            key = f"{name}{LABEL}x" if label else name
-            for index in (0, 1):
-                metrics.observe({key: [0.25] if name in HISTOGRAMS else 7}, index)
-        metrics.observe(stats.data, 1)
-        shown = prometheus_client.generate_latest().decode()
-    finally:
-        for series in [*metrics._series.values()]:
-            prometheus_client.REGISTRY.unregister(series)
+    for name, (label, _) in {**LABELLED_COUNTERS, **HISTOGRAMS, **GAUGES}.items():
+        for index in (0, 1):
+            metrics.observe({f"{name}{LABEL}x" if label else name: [0.25] if name in HISTOGRAMS else 7}, index)
+    metrics.observe(stats.data, 1)
+    shown = generate_latest(registry).decode()
     assert 'vllm:ragblend_requests_total{engine="1"} 3.0' in shown
     assert 'vllm:ragblend_tier_hits_total{engine="1",tier="disk"} 5.0' in shown
     assert 'vllm:ragblend_request_ttft_seconds_count{engine="0",mode="x"} 1.0' in shown
@@ -177,8 +161,8 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
 
 def test_log_lines_look_as_vllms_do() -> None:
     script = (
-        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm; "
-        "log_as_vllm(); log_as_vllm(); "
+        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm\n"
+        "log_as_vllm(); log_as_vllm(); vllm.logger._configure_vllm_root_logger()\n"
         "logging.getLogger('ragblend.engine.vllm.scheduler').warning('is full')"
     )
     left_out = ("VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING")
@@ -186,4 +170,4 @@ def test_log_lines_look_as_vllms_do() -> None:
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     lines = [line for line in (said.stdout + said.stderr).splitlines() if "is full" in line]
     assert len(lines) == 1
-    assert re.match(r"WARNING \d\d-\d\d \d\d:\d\d:\d\d \[.*\] is full$", lines[0]), lines
+    assert re.match(r"(\(\w+ pid=\d+\) )?WARNING \d\d-\d\d \d\d:\d\d:\d\d \[.*\] is full$", lines[0]), lines

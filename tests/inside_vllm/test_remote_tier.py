@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens
+from harness import ask, ask_all, engine, free_blocks, ingest, random_ids, report, tokens, watch_counts
 from servers import RedisServer, TcpProxy, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
@@ -62,18 +62,9 @@ def connector(llm: Any) -> Any:
 
 
 def watched_counters(llm: Any) -> dict[str, float]:
-    """What the scheduler's half counts for `/metrics` from now on; vLLM takes it away at every step."""
-    ours, total = connector(llm), {}
-    take = ours.get_kv_connector_stats
-
-    def watching() -> Any:
-        stats = take()
-        for name, count in (stats.data if stats is not None else {}).items():
-            total[name] = total.get(name, 0) + count
-        return stats
-
-    ours.get_kv_connector_stats = watching
-    return total
+    """What the scheduler's half counts for `/metrics` from now on."""
+    counts: dict[str, float] = watch_counts(connector(llm)).data
+    return counts
 
 
 @pytest.mark.parametrize("memory_gib", [0, 1])

@@ -16,7 +16,8 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 
 LABEL = "|"  # between the name of a series and its label's value
-_DISK_EVERY_S = 60.0  # how often the disk's files are listed
+_LIST_SHARE = 0.05  # of a thread's time, to list the disk's files
+_LIST_EVERY_S = 2.0  # at most that often
 
 
 class RequestCounts:
@@ -108,9 +109,11 @@ class TierWatch:
             if isinstance(tier, MemoryStore):
                 self._nbytes[name] = tier.nbytes()
             elif time.monotonic() >= self._due_s and (self._listing is None or not self._listing.is_alive()):
-                self._due_s = time.monotonic() + _DISK_EVERY_S
                 self._listing = threading.Thread(target=self._list, args=(name, tier), daemon=True)
                 self._listing.start()
 
     def _list(self, name: str, tier: KVStore) -> None:
+        start_s = time.monotonic()
         self._nbytes[name] = tier.nbytes()
+        end_s = time.monotonic()
+        self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)

@@ -47,7 +47,7 @@ HISTOGRAMS = {
     "request_stall_seconds": _Labelled("", "Waiting for stored KV that was not there in time, per request"),
 }
 GAUGES = {
-    "store_bytes": _Labelled("tier", "Stored KV by tier; of the disk as it was a minute ago at most"),
+    "store_bytes": _Labelled("tier", "Stored KV by tier; of the disk as it was when its files were last listed"),
     "blend_queue": _Labelled("", "Requests whose context is still to be filled, those being filled included"),
 }
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

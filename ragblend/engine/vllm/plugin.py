@@ -36,16 +36,24 @@ def register() -> None:
     Worker.load_model = load_model
 
 
-def log_as_vllm() -> None:
-    """Have this process's ragblend lines look as vLLM's do, with time and level, and go where they go.
+class _AsVllm(logging.Handler):
+    """Hands records to vLLM's logger, however that is set up by then."""
 
-    Where logging is set up already, by a program that has vLLM in it or with VLLM_CONFIGURE_LOGGING=0, it stays.
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # else the root logger has it
+            theirs.handle(record)
+
+
+def log_as_vllm() -> None:
+    """Have this process's ragblend lines look as vLLM's do, with time, level and process, and go where they go.
+
+    Where logging is set up already, by a program that has vLLM in it, it stays as it is.
     """
-    ours, theirs = logging.getLogger("ragblend"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = theirs.propagate
+    ours = logging.getLogger("ragblend")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.addHandler(_AsVllm())
+        ours.setLevel(logging.DEBUG)  # vLLM's own level decides
 
 
 def loaded_model() -> Any | None:
