@@ -382,7 +382,7 @@ def test_entries_that_may_not_be_read_are_misses_and_stay(
     owner = DiskStore(open_directory, fsync=False)
     for kv in kvs:
         owner.put(kv)
-    for path in (*open_directory.glob("??"), *open_directory.glob("??/*")):
+    for path in (open_directory, *open_directory.glob("??"), *open_directory.glob("??/*")):
         path.chmod(0o755)
     for kv in kvs[:5]:
         owner._path(kv.header.key).chmod(0)
