@@ -16,6 +16,7 @@ DEPLOY_TOOLS := build/deploy-tools
 
 .PHONY: demo check deploy-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
+.PRECIOUS: .venv-vllm-%/.installed
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
