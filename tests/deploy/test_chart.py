@@ -21,6 +21,7 @@ from ragblend.cli.app import app
 from ragblend.config import Settings
 from ragblend.engine.store.signing import KEY_VARIABLE
 from ragblend.engine.vllm import readiness
+from ragblend.engine.vllm.tenants import read_keys
 from tools.deploy.fetch import FOLDER, KUBERNETES
 
 VALUES = {"defaults": None, "everything on": EVERYTHING}
@@ -210,10 +211,45 @@ def test_values_that_cannot_work_are_refused_by_name(setting: str, named: str) -
     assert named in done.stderr
 
 
-def test_two_places_for_the_remote_are_one_too_many() -> None:
-    done = helm("template", "x", CHART, "--set", "remote.url=redis://a:1/0,remote.secret.secretName=redis")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("remote.url=redis://a:1/0,remote.secret.secretName=redis", "choose one"),
+        ("apiKey.secretName=one,keysFile.secretName=many", "choose keysFile"),
+    ],
+)
+def test_two_places_for_one_thing_are_one_too_many(settings: str, named: str) -> None:
+    done = helm("template", "x", CHART, "--set", settings)
     assert done.returncode != 0
-    assert "choose one" in done.stderr
+    assert named in done.stderr
+
+
+def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(tmp_path: Path) -> None:
+    objects = rendered("keysFile.secretName=tenants", "keysFile.key=tenants.toml")
+    server = container(objects)
+    (variable,) = [each for each in server["env"] if each["name"] == "RAGBLEND_KEYS"]
+    (mount,) = [each for each in server["volumeMounts"] if each["name"] == "keys"]
+    volumes = the("StatefulSet", objects)["spec"]["template"]["spec"]["volumes"]
+    (secret,) = [each["secret"] for each in volumes if each["name"] == "keys"]
+    assert variable["value"] == f"{mount['mountPath']}/{secret['items'][0]['path']}"
+    assert (secret["secretName"], secret["items"][0]["key"], mount["readOnly"]) == ("tenants", "tenants.toml", True)
+    # As the kubelet writes it: a link to a file of that mode.
+    (tmp_path / "data").write_text(
+        'open = ["/health", "/ragblend/ready"]\n[keys.sk-of-acme]\nnamespace = "acme"\nrights = ["ask"]\n'
+    )
+    (tmp_path / "data").chmod(secret["defaultMode"])
+    (tmp_path / "keys").symlink_to(tmp_path / "data")
+    keys = read_keys(tmp_path / "keys")
+    probes = {server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert probes == set(keys.open_paths)
+
+
+def test_who_scrapes_shows_a_key_where_one_is_named() -> None:
+    settings = ("monitoring.serviceMonitor.enabled=true", "monitoring.serviceMonitor.apiKey.secretName=scraper")
+    (endpoint,) = the("ServiceMonitor", rendered(*settings))["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "scraper", "key": "api-key"}
+    (open_one,) = the("ServiceMonitor", rendered(settings[0]))["spec"]["endpoints"]
+    assert set(open_one) == {"port", "path", "interval"}
 
 
 def test_every_value_is_described_by_the_schema() -> None:

@@ -77,7 +77,7 @@ DEEP = {"gemma2": 3, "gemma3": 5}  # a later one that is global, elsewhere 4
 PLAIN = ("llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
 
 
-@pytest.fixture(scope="module", params=[*PLAIN, *FIRST_GLOBAL])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.smoke), *PLAIN[1:], *FIRST_GLOBAL])
 def family(request: pytest.FixtureRequest) -> str:
     """A family's name."""
     return str(request.param)

@@ -18,6 +18,8 @@ from harness import ask, engine, ingest, random_ids, report, watch_counts
 from ragblend.engine.vllm.counting import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
 
+pytestmark = pytest.mark.smoke
+
 PREFIX = random_ids(5, 1)
 CHUNKS = [random_ids(40, seed) for seed in (2, 3, 4)]
 UNSTORED = random_ids(30, 9)

@@ -20,6 +20,7 @@ import pytest
 from servers import HttpServer, RedisServer, free_port
 
 from ragblend import SegmentedPrompt, load_engine
+from ragblend.upkeep.top import between, look
 
 sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from charts import CHART, container, rendered
@@ -28,6 +29,7 @@ from metric_names import expressions, metrics_in
 pytestmark = pytest.mark.timeout(1200)
 KEY = "a-key-for-tests"
 ON_CPU = ("--enforce-eager", "--max-model-len=2048", f"--kv-cache-memory-bytes={64 << 20}")
+SAMPLES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}  # of a metric, by its kind
 TEXT = "George Keller lives in Kinport. Julia Bishop works for Synon."
 
 
@@ -61,7 +63,10 @@ class Pod:
     def metrics(self) -> set[str]:
         """Every name that is there to be asked for, counted yet or not."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        return {match[1] for line in lines if (match := re.match(r"(vllm:\w+)[{ ]", line))}
+        named = {match[1] for line in lines if (match := re.match(r"(vllm:\w+)[{ ]", line))}
+        # A series with a label of its own is there from its first event on, announced before.
+        kinds = [match.groups() for line in lines if (match := re.match(r"# TYPE (vllm:\w+) (\w+)", line))]
+        return named | {name + end for name, kind in kinds for end in SAMPLES[kind]}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,15 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod: Po
     names = metrics_in(asked)
     assert len(names) >= 15
     assert names <= pod.metrics()
+
+
+def test_top_shows_what_the_server_counts(pod: Pod) -> None:
+    seen = look([pod.url])
+    now = between(None, seen)
+    assert now.asked_s == seen.value("vllm:ragblend_requests_total") > 0
+    assert now.ttft["any"].count > 0
+    assert now.models
+    assert {"memory", "disk"} <= set(now.tiers)
 
 
 def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod: Pod, cache: RedisServer) -> None:

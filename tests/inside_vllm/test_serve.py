@@ -32,6 +32,8 @@ from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM
 from ragblend.precompute import precompute_documents
 
+pytestmark = pytest.mark.smoke
+
 A, B = (
     "George Keller lives in Kinport. Julia Bishop works for Synon.",
     "The company has its main office in Wesstad. The firm sells knives.",
