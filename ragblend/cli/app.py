@@ -25,6 +25,7 @@ from ragblend.cli.printing import err, out, print_json, print_result, progress_b
 from ragblend.cli.session import one_thread, quiet_libraries
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
+from ragblend.cli.ui import ui
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
 
@@ -141,7 +142,7 @@ def demo(
 for _command in (init, ingest, precompute, remove, ask, chat, search, doctor):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-for _command in (demo, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
+for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
