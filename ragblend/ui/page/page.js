@@ -57,8 +57,8 @@ function show(id, text) {
 }
 
 const count = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
-const percent = (share) => `${+(100 * share).toFixed(share < 0.01 ? 1 : 0)} %`;
-const seconds = (time) => (time >= 1 ? `${time.toFixed(2)} s` : `${Math.max(1, Math.round(time * 1000))} ms`);
+const percent = (share) => `${+(100 * share).toFixed(share < 0.01 ? 1 : 0)}\u00a0%`;
+const seconds = (time) => (time >= 1 ? `${time.toFixed(2)}\u00a0s` : `${Math.max(1, Math.round(time * 1000))}\u00a0ms`);
 const waits = ({ ahead, behind }) => `Waiting for ${ahead === 1 ? "another request" : `${ahead} other requests`}: ${behind} ...`;
 
 function element(name, text, className) {
@@ -92,8 +92,9 @@ async function refresh() {
 }
 
 function describe() {
-  const { model, num_documents, num_chunks, rule, context, k } = facts;
-  $("about").textContent = `${model}, rule ${rule}, context ${context}, ${count(k, "chunk")} retrieved per question`;
+  const { model, num_documents, num_chunks, rule, context, k, neighbours } = facts;
+  const around = neighbours ? ` with ${neighbours} before and after each` : "";
+  $("about").textContent = `${model}, rule ${rule}, context ${context}, ${count(k, "chunk")} retrieved per question${around}`;
   $("demo-note").hidden = !facts.is_demo;
   const list = $("documents");
   list.hidden = !num_documents;
@@ -207,6 +208,7 @@ function watch(about) {
   return {
     still,
     waiting: (told) => show("progress", waits(told)),
+    warming: () => show("progress", "Warming up, once ..."),
     start: ({ mode }) => {
       const from = performance.now();
       const at = outcome(mode);
