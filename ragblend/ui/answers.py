@@ -9,6 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings
@@ -68,7 +69,7 @@ class Room:
         names = document_names(self.index)
         return {
             "status": "ready",
-            "model": self.engine.name,
+            "model": _model_name(self.engine.name),
             "rule": settings.rule,
             "context": self.engine.context,
             "k": settings.k,
@@ -170,9 +171,8 @@ def ask(job: Job, question: str, room: Room) -> None:
     asked = Asked(engine, prompt, room.settings)
     if not room.is_warm:  # what the first request of a process pays once is not what is compared either
         job.tell("warming")
-        for mode in ("full", "blend"):
-            job.check()
-            engine.generate(prompt, mode=mode, max_tokens=1)
+        job.check()
+        engine.generate(prompt, mode="blend", max_tokens=1)
         room.is_warm = True
     for mode in MODES:
         asked.answer(mode, job)
@@ -192,6 +192,11 @@ def blend_again(job: Job, name: str, ratio: float, room: Room) -> None:
     room.asked.move_to_end(name)
     asked.answer("blend", job, ratio)
     asked.tokens(job)
+
+
+def _model_name(name: str) -> str:
+    """A model as people call it: of a local path its last part."""
+    return Path(name).name if Path(name).exists() else name
 
 
 def _source(hit: SearchHit) -> dict[str, Any]:

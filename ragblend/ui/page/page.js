@@ -301,7 +301,7 @@ async function ask(question) {
   $("tokens").replaceChildren();
   $("counts").textContent = "";
   for (const id of ["answers", "prompt", "sources"]) $(id).hidden = true;
-  $("ratio").disabled = true;
+  $("ratio-form").hidden = true;
   $("go").textContent = "Stop";
   show("progress", "Looking for chunks ...");
   const seen = watch(about);
@@ -315,7 +315,7 @@ async function ask(question) {
       asked: ({ id }) => { asked = { ...about, id }; },
     }, control.signal);
     set(ratio);
-    $("ratio").disabled = false;
+    $("ratio-form").hidden = false;
     $("no-tokens").hidden = facts.shows_tokens;
     if (!facts.shows_tokens) $("prompt").hidden = false;
   } catch (error) {
