@@ -51,6 +51,7 @@ class Room:
     problem: str = ""  # why they could not be opened
     asked: OrderedDict[str, Asked] = field(default_factory=OrderedDict)
     is_warm: bool = False  # whether something was answered before
+    _names: tuple[int, list[str]] = (-1, [])  # of the documents, as of a generation of the index
 
     @property
     def opened(self) -> tuple[Engine, ChunkIndex]:
@@ -66,7 +67,7 @@ class Room:
         if self.engine is None or self.index is None:
             return {"status": "failed" if self.problem else "loading", "model": settings.model, **limit,
                     "problem": self.problem}  # fmt: skip
-        names = document_names(self.index)
+        names = self._document_names(self.index)
         return {
             "status": "ready",
             "model": _model_name(self.engine.name),
@@ -83,6 +84,12 @@ class Room:
             "shows_tokens": isinstance(self.engine, TransformersEngine),
             **limit,
         }
+
+    def _document_names(self, index: ChunkIndex) -> list[str]:
+        generation = index.generation()
+        if generation != self._names[0]:
+            self._names = generation, document_names(index)
+        return self._names[1]
 
     def _examples(self, names: Sequence[str]) -> list[dict[str, str]]:
         """Prepared questions about the documents that are here, which only the embedded model understands."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _BODY_BYTES = 1 << 18  # of a question with what surrounds it
+_KILLED = 130
 _STOP_S = 5  # for answers that are still going out when the server ends
 
 Open = Callable[[Job], tuple[Engine, ChunkIndex]]
@@ -128,7 +130,7 @@ def serve(
     app = make_app(settings, open_, find, desk, host)
     if browser:  # what is asked before the server runs waits in the socket
         webbrowser.open(url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"))
-    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S), desk)
+    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S), desk, say)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again, after a tidy end
         server.run(sockets=[listening])
 
@@ -136,11 +138,16 @@ def serve(
 class _Server(uvicorn.Server):
     """Ends the jobs as soon as it is told to end: their answers are what it would wait for."""
 
-    def __init__(self, config: uvicorn.Config, desk: Desk) -> None:
+    def __init__(self, config: uvicorn.Config, desk: Desk, say: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._desk = desk
+        self._desk, self._say = desk, say
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first time a tidy end, after the prefill that runs; the second time at once."""
+        if self.should_exit:
+            os._exit(_KILLED)  # what is stored survives that
+        if self._desk.now is not None:
+            self._say("ending; Ctrl-C once more ends it at once")
         self._desk.close()
         super().handle_exit(sig, frame)
 

@@ -277,9 +277,10 @@ function list(sources) {
   $("sources").hidden = false;
   $("sources").querySelector("ol").replaceChildren(...sources.map((source) => {
     const summary = element("summary", `${source.name} `);
-    summary.title = source.source;
-    const place = `characters ${source.start} to ${source.end}`;
-    summary.append(element("span", source.is_neighbour ? `${place}, beside a hit` : `${place}, similarity ${source.score.toFixed(2)}`));
+    summary.title = `${source.source}, characters ${source.start} to ${source.end}`;
+    const text = source.text.replace(/\s+/g, " ").trim();
+    const place = source.is_neighbour ? "beside a hit" : `similarity ${source.score.toFixed(2)}`;
+    summary.append(element("span", `${place}: ${text.length > 90 ? `${text.slice(0, 88)} ...` : text}`));
     const details = element("details");
     details.append(summary, element("blockquote", source.text));
     const item = element("li");
