@@ -23,7 +23,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 OUT = Path(__file__).parents[2] / "docs" / "ui.png"
-WIDTH, HEIGHT = 1120, 1960
+WIDTH, HEIGHT = 1120, 2330
 
 
 def main() -> None:

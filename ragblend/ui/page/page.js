@@ -280,7 +280,7 @@ function list(sources) {
     summary.title = `${source.source}, characters ${source.start} to ${source.end}`;
     const text = source.text.replace(/\s+/g, " ").trim();
     const place = source.is_neighbour ? "beside a hit" : `similarity ${source.score.toFixed(2)}`;
-    summary.append(element("span", `${place}: ${text.length > 90 ? `${text.slice(0, 88)} ...` : text}`));
+    summary.append(element("span", `${place}: ${text.length > 90 ? `${text.slice(0, 90).replace(/\s\S*$/, "")} ...` : text}`));
     const details = element("details");
     details.append(summary, element("blockquote", source.text));
     const item = element("li");
