@@ -62,7 +62,7 @@ settings.load_profile("ragblend")
 
 # Left out by `make test-fast`: servers, killed processes, whole corpora, commands. Elsewhere a test is marked itself.
 SLOW = (
-    "faults", "ingestion", "integration", "bench", "benchmarks", "tools", "cli", "upkeep", "test_notebooks.py",
+    "faults", "ingestion", "integration", "bench", "benchmarks", "tools", "cli", "ui", "upkeep", "test_notebooks.py",
     "test_limits.py", "engine/store/test_disk.py", "engine/store/test_kv_dtypes.py", "engine/store/test_remote.py",
     "engine/store/test_remote_bounds.py", "engine/store/test_write_queue.py", "engine/beside_vllm/test_vllm_client.py",
     "engine/beside_vllm/test_vllm_remote.py",

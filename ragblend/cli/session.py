@@ -78,12 +78,14 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     )
 
 
-def open_index_of(settings: Settings, engine: Engine) -> ChunkIndex:
-    """The index that the settings name, checked against the engine's tokenizer."""
+def open_index_of(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
+    """The index that the settings name, checked against the engine's tokenizer; with `create` an empty one if there
+    is none.
+    """
     from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
-    index = open_engine_index(settings.index, engine, embedder_name(settings), create=False)
+    index = open_engine_index(settings.index, engine, embedder_name(settings), settings.chunk_size, create=create)
     if isinstance(engine, EngineBase) and settings.index != Settings().index:
         engine.notices.flags += f" --index {shlex.quote(settings.index)}"
     calibrations = getattr(engine, "calibrations", None)

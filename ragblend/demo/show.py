@@ -29,6 +29,7 @@ RETRIEVAL: dict[str, Any] = {"k": 2, "neighbours": 2, "order": "document"}
 of 90 % of the questions (`benchmarks.demo_quality --corpus`, data/results/quality-corpus-hashing.json)."""
 EMBEDDER = "hashing"  # by words: to a sentence encoder one made-up name is as good as another
 NUM_QUESTIONS, NUM_SHOWN = 30, 4
+EXAMPLE_KINDS = (*REFERENCE_KINDS, "comparison")
 MAX_ANSWER_TOKENS = 16
 
 Echo = Callable[[str], None]
@@ -98,6 +99,12 @@ def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
         answer = demo.engine.generate(prompt, mode=mode, max_tokens=MAX_ANSWER_TOKENS)
         modes[mode] = {"answer": answer.text, "report": answer.report.as_dict()}
     return {"question": question, "answer": "", "kind": "", "gold": [], "sources": _sources(hits), "modes": modes}
+
+
+def examples() -> list[Question]:
+    """A few of the prepared questions to begin with: two that full reuse gets wrong, and one that it does not."""
+    prepared = spread(sample_corpus().questions, NUM_QUESTIONS)
+    return [next(question for question in prepared if question.kind == kind) for kind in EXAMPLE_KINDS]
 
 
 def spread(questions: Sequence[Question], count: int) -> list[Question]:

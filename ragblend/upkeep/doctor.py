@@ -49,6 +49,7 @@ def examine(settings: Settings) -> list[Check]:
         ("pdf", "pypdf"),
         ("redis", "redis"),
         ("s3", "s3fs"),
+        ("ui", "starlette"),
     ):
         checks.append(_package(package, extra))
     return checks + examine_vllm(settings)

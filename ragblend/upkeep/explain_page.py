@@ -1,7 +1,7 @@
 """An explanation of one prompt as a web page and as a picture.
 
 The page is one file: no script, no asset from elsewhere, and all text escaped, because chunks are anybody's text. Knows
-explanations, the template `templates/explain.html` and matplotlib (extra `plot`). Nothing of engines.
+explanations, the templates `explain.html` and `tokens.*`, and matplotlib (extra `plot`). Nothing of engines.
 """
 
 from __future__ import annotations
@@ -60,23 +60,40 @@ class _Block:
 
 def render_html(explanation: Explanation) -> str:
     """The explanation as one HTML page that needs nothing else."""
+    return _render(
+        "explain.html",
+        page=explanation,
+        full=explanation.full_report,
+        mean_line=_mean_line(explanation),
+        version=__version__,
+        **_token_facts(explanation),
+    )
+
+
+def render_tokens(explanation: Explanation) -> str:
+    """The prompt token by token, with its legend, as a piece of HTML for a page that has `tokens_style`."""
+    return _render("tokens.html", **_token_facts(explanation))
+
+
+def tokens_style() -> str:
+    """CSS: the colours, light and dark, and what tokens and their legend look like."""
+    return _render("tokens.css")
+
+
+def _token_facts(explanation: Explanation) -> dict[str, Any]:
+    scale = deviation_scale(explanation)
+    facts = {"report": explanation.report, "scale": scale, "long": LONG_TEXT}
+    return {**facts, "segments": _blocks(explanation, scale)}
+
+
+def _render(template: str, **facts: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("ragblend"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters.update(percent=_percent, duration=_duration, count=_count)
-    scale = deviation_scale(explanation)
-    return environment.get_template("explain.html").render(
-        page=explanation,
-        report=explanation.report,
-        full=explanation.full_report,
-        scale=scale,
-        long=LONG_TEXT,
-        mean_line=_mean_line(explanation),
-        segments=_blocks(explanation, scale),
-        version=__version__,
-    )
+    return environment.get_template(template).render(facts)
 
 
 def write_html(explanation: Explanation, path: Path) -> None:

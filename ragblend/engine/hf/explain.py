@@ -1,14 +1,15 @@
 """One prompt, token by token: what was reused, what was recomputed, and how far each was from full prefill.
 
 `explain` answers the prompt by blending and by full prefill and compares the KV of both; `engine.explain` is the way
-in. Knows engines that decode themselves. Knows nothing about how an explanation is drawn (`upkeep.explain_page`).
+in, `Comparison` the one to more modes and other ratios. Knows engines that decode themselves. Knows nothing about how
+an explanation is drawn (`upkeep.explain_page`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import DecodingEngine, GenerationStream, Options, Prefilled, Request
-from ragblend.engine.report import BlendReport, ChunkReport, Generation
+from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -119,41 +120,108 @@ def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
         raise UsageError("explain shows how one prompt is blended; leave mode and conversation out")
-    request = engine.request(prompt, **options)
-    blended, answer = _run(engine, request)
-    sent = engine.segmenter.as_sent(request.prompt)
-    moved = sent.token_ids != request.prompt.token_ids
-    reference, full_answer = _run(engine, replace(request, mode="full", prompt=sent))
-    full = engine.prefill(replace(request, mode="full")) if moved else reference
-    count = request.prompt.num_tokens
-    remaining = _deviations(full.fused, blended.fused, count)
-    # Full reuse keeps all stored KV as it was placed: what blending started from.
-    stored = engine.prefill(replace(request, mode="reuse"))
-    deviations = _deviations(full.fused, stored.fused, count)
-    # A tier may have lost a chunk since.
-    found = {segment.start for segment, chunk in _chunks(request, stored) if chunk.hit}
-    return Explanation(
-        engine.name,
-        _question(prompt),
-        answer.text,
-        full_answer.text,
-        answer.token_ids == full_answer.token_ids,
-        int(reference.logits.argmax()) == int(blended.logits.argmax()),
-        first_token_kl(reference.logits, blended.logits),
-        answer.report,
-        full_answer.report,
-        tuple(_segments(engine, request, blended, found, deviations, remaining)),
-        moved,
-    )
+    compared = Comparison(engine, prompt, **options)
+    for mode in ("blend", "full"):
+        for _ in compared.stream(mode):
+            pass
+    return compared.explanation()
 
 
-def _run(engine: ExplainingEngine, request: Request) -> tuple[Prefilled, Generation]:
-    """The prompt's KV and the whole answer."""
-    kept: list[Prefilled] = []
-    stream = GenerationStream(engine, request, lambda prefilled, _: kept.append(prefilled))
-    for _ in stream:
-        pass
-    return kept[0], stream.result
+class Agreement(NamedTuple):
+    """How close an answer is to full prefill's. `first_token_kl`: KL(full || it) of the first token, nats."""
+
+    answers_identical: bool
+    first_token_agrees: bool
+    first_token_kl: float
+
+
+class Comparison:
+    """One prompt, answered in one mode after the other, each compared with full prefill.
+
+    Holds full prefill's KV, so blending it again with another ratio costs the blending alone. `options` are those of
+    the engine's `request`. For one thread at a time.
+    """
+
+    def __init__(self, engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[Options]) -> None:
+        self._engine, self._prompt, self._options = engine, prompt, options
+        self._request = engine.request(prompt, **options)
+        self._kept: dict[Mode, tuple[Prefilled, Generation]] = {}
+        self._same_ids: Prefilled | None = None  # full prefill of the very tokens that are blended
+        self._stored: tuple[set[int], list[float]] | None = None  # starts of stored chunks, deviation of every token
+
+    def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
+        """An answer in the making. `recompute_ratio` is another one than the options', for blending.
+
+        What is compared is the latest answer of each mode.
+        """
+        request = self._request
+        if mode == "full":
+            request = replace(request, prompt=self._engine.segmenter.as_sent(request.prompt))
+        elif recompute_ratio is not None:
+            options = self._options.copy()
+            options["recompute_ratio"] = recompute_ratio
+            request = self._engine.request(self._prompt, **options)
+
+        def keep(prefilled: Prefilled, answer: Generation) -> None:
+            self._kept[mode] = (prefilled, answer)
+
+        return GenerationStream(self._engine, replace(request, mode=mode), keep)
+
+    def agreement(self, mode: Mode) -> Agreement:
+        """Of an answer that was made. Full prefill's must have been, too."""
+        (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
+        return Agreement(
+            answer.token_ids == full_answer.token_ids,
+            int(reference.logits.argmax()) == int(other.logits.argmax()),
+            first_token_kl(reference.logits, other.logits),
+        )
+
+    def explanation(self) -> Explanation:
+        """What became of every token of the blended prompt. It and full prefill's must have been answered.
+
+        Lets go of the KV of other modes, whose agreement is not to be had afterwards.
+        """
+        (blended, answer), (_, full_answer) = self._kept["blend"], self._kept["full"]
+        full, request = self._full(), self._request
+        found, deviations = self._stored or self._keep_stored(full)
+        agreement = self.agreement("blend")
+        remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
+        self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
+        return Explanation(
+            self._engine.name,
+            _question(self._prompt),
+            answer.text,
+            full_answer.text,
+            agreement.answers_identical,
+            agreement.first_token_agrees,
+            agreement.first_token_kl,
+            answer.report,
+            full_answer.report,
+            tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
+            self._is_moved,
+        )
+
+    @property
+    def _is_moved(self) -> bool:
+        prompt = self._request.prompt
+        return self._engine.segmenter.as_sent(prompt).token_ids != prompt.token_ids
+
+    def _full(self) -> Prefilled:
+        if not self._is_moved:
+            return self._kept["full"][0]
+        self._same_ids = self._same_ids or self._engine.prefill(replace(self._request, mode="full"))
+        return self._same_ids
+
+    def _keep_stored(self, full: Prefilled) -> tuple[set[int], list[float]]:
+        """Where the prompt's stored chunks begin, and how far the KV that was stored is off, before any recompute."""
+        # Full reuse keeps all stored KV as it was placed: what blending started from.
+        request = self._request
+        kept = self._kept.get("reuse")
+        stored = kept[0] if kept is not None else self._engine.prefill(replace(request, mode="reuse"))
+        # A tier may have lost a chunk since.
+        found = {segment.start for segment, chunk in _chunks(request, stored) if chunk.hit}
+        self._stored = found, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
+        return self._stored
 
 
 @torch.inference_mode()

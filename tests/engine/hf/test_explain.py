@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.explain import STATES, Explanation
+from ragblend.engine.hf.explain import STATES, Comparison, Explanation
+from ragblend.engine.report import Mode
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.upkeep.explain_page import render_html
@@ -170,3 +171,28 @@ def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock
         answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
     assert explanation.full_answer == engine.segmenter.decode(answer[0, len(whole) :].tolist())
     assert not engine.explain(PROMPT, max_tokens=2).boundaries_moved
+
+
+def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
+    options: dict[str, Any] = {"rule": "repair", "max_tokens": 6}
+    compared = Comparison(engine, PROMPT, recompute_ratio=0.3, **options)
+    modes: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
+    for mode in modes:
+        text = "".join(compared.stream(mode))
+        assert text == engine.generate(PROMPT, mode=mode, recompute_ratio=0.3, **options).text
+    assert compared.agreement("full") == (True, True, 0.0)
+    assert compared.agreement("prefix").first_token_kl < 1e-5
+    assert compared.agreement("reuse").first_token_kl > 1e-5
+    once = engine.explain(PROMPT, recompute_ratio=0.3, **options)
+    assert [token.state for token in compared.explanation().tokens] == [token.state for token in once.tokens]
+
+    prefilled: list[str] = []
+    prefill = engine.prefill
+    monkeypatch.setattr(engine, "prefill", lambda request: (prefilled.append(request.mode), prefill(request))[1])
+    for ratio in (0.0, 1.0):
+        list(compared.stream("blend", ratio))
+        explanation = compared.explanation()
+        assert explanation.count("recomputed" if ratio == 0 else "reused") == 0
+        assert explanation.report.recompute_ratio == ratio
+    assert compared.agreement("blend").first_token_kl < 1e-5
+    assert prefilled == ["blend", "blend"]

@@ -1,0 +1,42 @@
+"""Servers of the page for tests: one over two records of the sample corpus, one over nothing yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ui_site import Site, open_for, running, settings_in
+
+from ragblend.config import Settings
+from ragblend.demo.corpus import sample_corpus
+from ragblend.precompute import ingest
+
+RECORDS = ("security-review.md", "budget-workshop.md")
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Settings of a place that holds the two records."""
+    home = tmp_path_factory.mktemp("ui")
+    settings, corpus = settings_in(home), sample_corpus()
+    corpus.write(home / "corpus")
+    engine, index = open_for(settings)
+    with engine, index:
+        ingest([home / "corpus" / name for name in RECORDS], engine, index)
+    return settings
+
+
+@pytest.fixture(scope="session")
+def site(filled: Settings) -> Iterator[Site]:
+    """A server over the records, for tests that leave them there."""
+    with running(filled) as made:
+        yield made
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Site]:
+    """A server over nothing yet, which takes files of 1 MiB."""
+    with running(replace(settings_in(tmp_path), max_file_mib=1.0)) as made:
+        yield made
