@@ -67,7 +67,7 @@ $(REAL_MODEL)/config.json: scripts/get_smollm2.py | $(STAMP)
 real-model: $(REAL_MODEL)/config.json  ## SmolLM2-135M-Instruct as a folder, to measure closeness on
 
 test-real: $(STAMP) real-model  ## what must hold on a real language model
-	$(BIN)/python -m pytest -m real_model tests/integration
+	$(BIN)/python -m pytest -m real_model tests/integration tests/tools/test_start_page.py
 
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest

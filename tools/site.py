@@ -53,6 +53,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what a tag names, links to or loads."""
         for name, value in attrs:
             if name in ("id", "name") and value:
                 self.anchors.add(value)

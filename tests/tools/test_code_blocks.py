@@ -1,7 +1,7 @@
 """Every program and every command that README.md and docs/ print does what it is printed for.
 
 Python is executed, each page's blocks one after the other. Commands of ours are parsed by the command line itself;
-those that a newcomer types first are executed, here (docs/start.md) and in tests/integration/test_readme.py.
+those that a newcomer types first are executed, in test_start_page.py and tests/integration/test_readme.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ragblend.upkeep.calibrate import num_needed
 
 # Not executed here, and why. A test fails where a line of this is no longer needed.
 ELSEWHERE = {
+    "docs/start.md": "its program needs what its commands ingest: test_start_page.py executes both, in their order",
     "docs/vllm.md": "needs vLLM and a server: tests/inside_vllm/test_serve.py executes it",
 }
 OTHERS_COMMANDS = {
@@ -175,14 +176,13 @@ def test_every_other_command_names_what_there_is(
             assert (ROOT / script).is_file(), f"{place}: what is {script}?"
 
 
-def check_options(
-    run: Callable[..., Any], module: str, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def check_options(run: Callable[..., Any], module: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The program is there, and its --help lists the options."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        chosen = takewhile(lambda word: not word.startswith("--"), options)  # the subcommand, where there is one
+    chosen = takewhile(lambda word: not word.startswith("--"), options)  # the subcommand, where there is one
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module, *chosen, "--help"])
-        run(module, run_name="__main__")
+        with pytest.raises(SystemExit) as ended:
+            run(module, run_name="__main__")
     assert ended.value.code == 0
     known = capsys.readouterr().out
     for option in (word.partition("=")[0] for word in options if word.startswith("--")):
@@ -199,7 +199,7 @@ def test_commands_in_sentences_have_the_options_that_they_name() -> None:
         known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         known |= OF_VLLM | {"--help", "--install-completion"}
         named = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-        if command is root and not named or named - known:
+        if (command is root and not named) or named - known:
             unknown.append((page, words))
     assert not unknown
 
