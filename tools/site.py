@@ -88,7 +88,8 @@ def main() -> None:
     lay_out()
     shutil.rmtree(SITE, ignore_errors=True)
     zensical = Path(sys.executable).with_name("zensical")
-    subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT, check=True)
+    if subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT).returncode:
+        sys.exit("the site was not built: mend what is named above, then make docs")
     if dead := list(dead_links()):
         sys.exit("\n".join(dead))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}, every link leads somewhere")
