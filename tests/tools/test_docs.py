@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.pictures import idea
+from tools.pictures import how, idea
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -53,3 +53,14 @@ def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path: Path) -> 
     drawn, kept = (path.read_text() for path in (tmp_path / "idea.svg", ROOT / "docs/idea-light.svg"))
     assert numbers.findall(drawn) == numbers.findall(kept), "python -m tools.pictures.idea"
     assert len(numbers.findall(kept)) == 6
+
+
+@pytest.mark.parametrize("name", how.PICTURES)
+def test_pictures_of_how_it_works_are_what_their_code_draws(name: str, tmp_path: Path) -> None:
+    words = re.compile(r">([^<>\n]+)</text>")
+    how.draw(name, idea.INKS["light"], tmp_path / "drawn.svg")
+    drawn = words.findall((tmp_path / "drawn.svg").read_text(encoding="utf-8"))
+    assert drawn, "nothing was drawn"
+    for variant in idea.INKS:
+        kept = (ROOT / f"docs/how-{name}-{variant}.svg").read_text(encoding="utf-8")
+        assert words.findall(kept) == drawn, "python -m tools.pictures.how"

@@ -1,0 +1,73 @@
+"""What README.md and the pages of docs/ print as code, for the tests that run it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])
+}
+
+
+class Block(NamedTuple):
+    """A fenced block of one page."""
+
+    page: str
+    line: int
+    """Of its first line of code, counted from 1."""
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Those of these languages, page by page, from top to bottom."""
+    return [
+        Block(page, token.map[0] + 2, token.info.strip(), token.content)
+        for page, text in PAGES.items()
+        for token in MarkdownIt().parse(text)
+        if token.type == "fence" and token.map and token.info.strip() in languages
+    ]
+
+
+def run_python(page: str, names: dict[str, object], replaced: dict[str, str]) -> None:
+    """Execute a page's Python in `names`, block after block, with other words for those in `replaced`."""
+    for block in blocks("python"):
+        if block.page != page:
+            continue
+        text = block.text
+        for word, other in replaced.items():
+            text = text.replace(word, other)
+        placed = "\n" * (block.line - 1) + text  # so that errors name the page's own line
+        exec(compile(placed, str(ROOT / page), "exec", dont_inherit=True), names)
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """Every command of the shell blocks: where it stands, and its words."""
+    found = []
+    for block in blocks("bash"):
+        begun, start = "", block.line
+        for number, line in enumerate(block.text.splitlines(), block.line):
+            start = start if begun else number
+            begun += line.removesuffix("\\")
+            if not line.endswith("\\"):
+                if words := shlex.split(begun, comments=True):
+                    found.append((f"{block.page}:{start}", words))
+                begun = ""
+    return found
+
+
+def inline_commands() -> list[tuple[str, list[str]]]:
+    """Every `ragblend ...` that stands in a sentence, with its page."""
+    found = []
+    for page, text in PAGES.items():
+        for token in MarkdownIt().enable("table").parse(text):
+            for child in token.children or ():
+                if child.type == "code_inline" and child.content.startswith("ragblend "):
+                    found.append((page, child.content.split()))
+    return found

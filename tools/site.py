@@ -1,0 +1,99 @@
+"""The documentation site: the repository's pages as HTML in build/site, and no link in them that leads nowhere.
+
+    python -m tools.site
+
+The pages keep their folders, so a link between them is the same on GitHub, in the site and in a checkout. Zensical
+builds them by `mkdocs.yml` and stops at links and anchors that it cannot follow. What it leaves unchecked (images, HTML
+in Markdown, files that are no pages, what a page loads from elsewhere) is read off the finished HTML.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).parents[1]
+PAGES, SITE = ROOT / "build/pages", ROOT / "build/site"
+LINK = re.compile(r'(?:\]\(|srcset="|src=")([^)"\s]+)')
+LOADED = {"script", "img", "source", "iframe", "link"}  # tags whose address a browser loads by itself
+
+
+def pages() -> list[Path]:
+    """Those of the root, of docs/, and what README.md files they link to elsewhere."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*/README.md")])
+
+
+def lay_out(out: Path = PAGES) -> None:
+    """The pages, and every file that one of them links to, as they stand in the repository."""
+    shutil.rmtree(out, ignore_errors=True)
+    wanted = set(pages())
+    for page in pages():
+        links = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+        targets = ((page.parent / link).resolve() for link in links if link and ":" not in link)
+        wanted |= {target for target in targets if target.is_file()}
+    for path in wanted:
+        target = out / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+class Page(HTMLParser):
+    """What one finished page can be linked at, and what it links to and loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[tuple[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what a tag names, links to or loads."""
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif name in ("href", "src", "srcset") and value and (tag, name) != ("base", "href"):
+                self.links.append((tag, value))
+
+
+def dead_links(site: Path = SITE) -> Iterator[str]:
+    """A line for every link of the site that leads to no file or anchor in it, and everything loaded from elsewhere."""
+    read = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    for path, page in read.items():
+        for tag, link in page.links:
+            parts, where = urlsplit(link), path.relative_to(site)
+            if parts.scheme or parts.netloc:
+                if tag in LOADED and parts.scheme != "data":
+                    yield f"{where} loads {link}"
+                continue
+            named = unquote(parts.path)
+            target = site / named.lstrip("/") if named.startswith("/") else path.parent / named if named else path
+            target = (target / "index.html" if target.is_dir() else target).resolve()
+            if not target.is_file():
+                yield f"{where}: {link} is no file"
+            elif parts.fragment and target in read and unquote(parts.fragment) not in read[target].anchors:
+                yield f"{where}: {link} is no heading"
+    for path in site.rglob("*.css"):
+        for link in re.findall(r"(?:url\(|@import\s+)[\"']?(https?:[^\"')]+)", path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(site)} loads {link}"
+
+
+def main() -> None:
+    """Lay out, build, check; exit code 1 and every dead link by its name if there is one."""
+    lay_out()
+    shutil.rmtree(SITE, ignore_errors=True)
+    zensical = Path(sys.executable).with_name("zensical")
+    if subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT).returncode:
+        sys.exit("the site was not built: mend what is named above, then make docs")
+    if dead := list(dead_links()):
+        sys.exit("\n".join(dead))
+    print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}, every link leads somewhere")
+
+
+if __name__ == "__main__":
+    main()
