@@ -24,10 +24,11 @@ ATTRIBUTED = (  # what is not ours, and the file that says whose it is
 )
 
 
-def tracked() -> set[str]:
-    """Every path that git keeps, relative to the root."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return {name for name in listed.stdout.split("\0") if name}
+def tracked(*, others: bool = False) -> set[str]:
+    """Every path that git keeps, relative to the root; with `others` those, too, that it would if asked to add all."""
+    wanted = ["--cached", *(["--others", "--exclude-standard"] if others else [])]
+    listed = subprocess.run(["git", "ls-files", "-z", *wanted], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
 def in_sdist(sdist: Path) -> set[str]:
@@ -42,9 +43,8 @@ def in_wheel(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def complaints(sdist: Path, wheel: Path) -> list[str]:
-    """What is wrong with the two; empty where they may be published."""
-    kept = tracked()
+def complaints(sdist: Path, wheel: Path, kept: set[str]) -> list[str]:
+    """What is wrong with the two where `kept` is what should be in them; empty where they may be published."""
     package = {name for name in kept if name.startswith("ragblend/")}
     found = [
         *_difference("the sdist", in_sdist(sdist), kept),
