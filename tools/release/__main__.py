@@ -69,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             print(f"{try_wheel(python, sdist, wheel)} ({perf_counter() - start_s:.0f} s)", flush=True)
         except subprocess.CalledProcessError as error:
-            return _end([f"{python}: {' '.join(error.cmd)} ended with {error.returncode}", (error.stderr or "")[-3000:]])
+            return _end(
+                [f"{python}: {' '.join(error.cmd)} ended with {error.returncode}", (error.stderr or "")[-3000:]]
+            )
         except (AssertionError, OSError) as error:
             return _end([f"{python}: {error}"])
     return 0

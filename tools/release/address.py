@@ -53,11 +53,11 @@ def _project(text: str, owner: str, name: str) -> str:
         (r"\]\((?!\w+:|#)([^)]+)\)", rf"]({blob}\1)"),
         (r'(srcset|src)="(?!\w+:)([^"]+)"', rf'\1="{raw}\2"'),
     )
-    text = re.sub(r"\n\[\[tool\.hatch\.metadata\.hooks\.fancy-pypi-readme\.substitutions\]\]\n(?:\w+ = .*\n)+", "", text)
-    added = "".join(
-        f"\n[[tool.hatch.metadata.hooks.fancy-pypi-readme.substitutions]]\npattern = '{pattern}'\nreplacement = '{put}'\n"
-        for pattern, put in links
+    text = re.sub(
+        r"\n\[\[tool\.hatch\.metadata\.hooks\.fancy-pypi-readme\.substitutions\]\]\n(?:\w+ = .*\n)+", "", text
     )
+    table = "[[tool.hatch.metadata.hooks.fancy-pypi-readme.substitutions]]"
+    added = "".join(f"\n{table}\npattern = '{pattern}'\nreplacement = '{put}'\n" for pattern, put in links)
     after_fragment = r'(?<=\[\[tool\.hatch\.metadata\.hooks\.fancy-pypi-readme\.fragments\]\]\npath = "README\.md"\n)'
     return re.sub(after_fragment, lambda _: added, text)
 
