@@ -74,7 +74,7 @@ test-real: $(STAMP) real-model  ## what must hold on a real language model
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
 
-notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save their outputs
+notebooks: $(STAMP) real-model  ## execute the notebooks and save their outputs
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:
