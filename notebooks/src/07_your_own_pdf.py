@@ -129,6 +129,8 @@ for question in QUESTIONS:
     print()
 
 # %% [markdown]
+# The model is very small, and errs: a visit costs six crowns. What blending is to give is what full prefill gives.
+#
 # ## The report
 # Every answer says what it was made of. `exact`: the chunk stands right behind the prefix that it was computed behind.
 
