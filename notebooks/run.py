@@ -3,6 +3,7 @@
     python notebooks/run.py              all of them
     python notebooks/run.py 01 04        those whose name starts so
     python notebooks/run.py --check      what CI wants to know
+    python notebooks/run.py --part real  those on the model of `make real-model`; `embedded`: the others
 
 Saved outputs hold no times, paths or warnings, so a second run changes only what really changed.
 """
@@ -24,6 +25,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 300  # for one cell
+REAL_MODEL = HERE.parent / "models" / "smollm2"
+NAMES_REAL_MODEL = "RAGBLEND_REAL_MODEL"  # a notebook that reads it is shown on that model
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -37,10 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of notebook names; all when none is given")
     parser.add_argument("--check", action="store_true", help="execute, but save nothing")
+    parser.add_argument("--part", choices=("all", "embedded", "real"), default="all", help="those on which model")
     options = parser.parse_args(arguments)
-    sources = [path for path in sorted((HERE / "src").glob("*.py")) if chosen(path, options.names)]
+    wanted = {"all": (False, True), "embedded": (False,), "real": (True,)}[options.part]
+    named = [path for path in sorted((HERE / "src").glob("*.py")) if chosen(path, options.names)]
+    sources = [path for path in named if is_real(path) in wanted]
     if not sources:
         parser.error(f"no notebook begins with {' or '.join(options.names)}; see {HERE / 'src'}")
+    if any(map(is_real, sources)) and not (REAL_MODEL / "config.json").exists():
+        parser.error(f"{REAL_MODEL} is not there: make real-model, or --part embedded")
+    os.environ[NAMES_REAL_MODEL] = str(REAL_MODEL)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     failed = [path.stem for path in sources if not run(path, save=not options.check)]
@@ -51,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def chosen(path: Path, names: list[str]) -> bool:
     return not names or any(path.stem.startswith(name) for name in names)
+
+
+def is_real(path: Path) -> bool:
+    return NAMES_REAL_MODEL in path.read_text(encoding="utf-8")
 
 
 def run(source: Path, *, save: bool) -> bool:

@@ -62,7 +62,12 @@ def test_paths_of_this_machine_are_found(runner: ModuleType) -> None:
     assert runner.machine_paths(notebook("5 of 9, mean/median, https://a.org/tmp/x, Qwen/Qwen3-8B, a/home/b")) == []
 
 
-def test_every_notebook_runs_top_to_bottom() -> None:
-    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check"]
+def test_figures_of_closeness_are_shown_on_a_real_model(runner: ModuleType) -> None:
+    assert [path.stem[:2] for path in SOURCES if runner.is_real(path)] == ["04", "06", "07"]
+
+
+def test_every_notebook_on_the_embedded_model_runs_top_to_bottom() -> None:
+    """tests/integration/test_real_notebooks.py runs the others."""
+    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--part", "embedded"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]

@@ -11,143 +11,141 @@
 # %% [markdown]
 # # How much must be recomputed, and which tokens?
 #
-# **The claim.** *Which* tokens are recomputed matters more than how many: rules that look at how far the stored KV
-# deviates come back to full prefill at ratios where random tokens do not.
+# **The claim.** *Which* tokens are recomputed matters more than how many. A rule that asks the question first comes
+# near to full prefill with 5 % of the tokens; as many random tokens change little.
 #
-# **What this is not.** The model is the embedded one, of about a million parameters, and the text is a made-up world
-# in which every question here needs two chunks together. That makes reuse fail on purpose. The curves show how
-# the rules differ in kind; their figures do not transfer to large models.
+# The model is a real one, SmolLM2-135M-Instruct, the questions are MuSiQue's: several hops over passages of Wikipedia.
+# `make real-model` prepares the model, `data/questions/` has the questions.
 
 # %%
-import random
-from collections import defaultdict
-from math import sqrt
+import json
+import os
+from pathlib import Path
 from statistics import fmean
 
 import matplotlib.pyplot as plt
-import torch
 
+import ragblend
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.demo.corpus import REFERENCE_KINDS, sample_corpus
 
-NUM_QUESTIONS = 24
-RULES = ("cacheblend", "cacheblend_gradual", "cacheblend_k", "first_k", "random")
-RATIOS = (0.1, 0.15, 0.2, 0.3, 0.6)  # 0 and 1 are the same for every rule
+model = os.environ.get("RAGBLEND_REAL_MODEL", "../models/smollm2")
+data = Path(ragblend.__file__).parents[1] / "data"
+SYSTEM = "You will read several passages and then answer a question about them. Answer with a few words only."
 
-corpus = sample_corpus()
-questions = [item for item in corpus.questions if item.kind in REFERENCE_KINDS]
-questions = [questions[i * len(questions) // NUM_QUESTIONS] for i in range(NUM_QUESTIONS)]
-paragraphs = [text for record in corpus.records for text in record.chunks]
-engine = load_engine("demo")  # its store is in memory
-for text in paragraphs:
-    engine.precompute(text)
+engine = load_engine(model, system=SYSTEM, context="none")  # its store is in memory
+print(f"{engine.layers.num_layers} layers, {engine.bytes_per_token / 1024:.0f} KiB of KV per chunk token")
 
 # %% [markdown]
-# ## The prompts
-# Paragraphs come in pairs, and the second goes on about what the first named. A prompt is the pairs that hold the
-# answer and two other pairs, in the corpus's order: six chunks or eight.
+# ## Three questions, measured here
+# Of each question six passages, cut to their first 90 words. Every one is prefilled alone, once.
 
 # %%
-rng = random.Random(0)
-
-
-def make_prompt(item):
-    """The pairs of paragraphs with the answer and two others, in the corpus's order; then the question."""
-    own = {chunk // 2 for chunk in corpus.gold_chunks(item)}
-    others = [pair for pair in range(len(paragraphs) // 2) if pair not in own]
-    pairs = sorted([*own, *rng.sample(others, 2)])
-    chosen = [place for pair in pairs for place in (2 * pair, 2 * pair + 1)]
-    return SegmentedPrompt([paragraphs[place] for place in chosen], item.text)
-
-
-prompts = [make_prompt(item) for item in questions]
-for chunk in prompts[0].chunks:
-    print("-", " ".join(chunk.text.split()))
-print(questions[0].text, "->", questions[0].answer)
+cases = json.loads((data / "questions" / "musique_100.json").read_text())[:3]
+prompts = []
+for case in cases:
+    chunks = [" ".join(passage["text"].split()[:90]) for passage in case["ctxs"][:6]]
+    for chunk in chunks:
+        engine.precompute(chunk)
+    prompts.append(SegmentedPrompt(chunks, case["question"], SYSTEM))
+    print(f"{engine.segmenter.tokenize(prompts[-1]).num_tokens} tokens: {case['question']}")
 
 # %% [markdown]
-# ## The measurements
-# *Exact match*: the whole answer is the gold answer. *KL*: how far the first answer token's distribution is from full
-# prefill's, in nats; it sees differences that do not change the answer yet.
-
+# *KL*: how far the first answer token's distribution is from full prefill's, in nats. It sees differences that do not
+# change the answer yet.
 
 # %%
-MAX_TOKENS = 8
+RULES = ("ask", "cacheblend", "random")
+RATIOS = (0.02, 0.05, 0.15, 0.3)  # 0 and 1 are the same for every rule
 
 
-def answer(prompt, mode, rule="auto", ratio=0.0):
-    """Greedy answer, log-probabilities of its first token, and the report, from one prefill."""
+def log_probs(prompt, mode, rule="auto", ratio=0.0):
+    """Of the first token of the answer."""
     prefilled = engine.prefill(engine.request(prompt, mode=mode, rule=rule, recompute_ratio=ratio))
-    ids, token = [], int(prefilled.logits.argmax())
-    while token not in engine.stop_ids() and len(ids) < MAX_TOKENS:
-        ids.append(token)
-        token = int(engine.decode_step([token], prefilled.fused).argmax())
-    return engine.segmenter.decode(ids), prefilled.logits.float().log_softmax(-1), prefilled.report
+    return prefilled.logits.double().log_softmax(-1)
 
 
-reference = [answer(prompt, "full") for prompt in prompts]
+full = [log_probs(prompt, "full") for prompt in prompts]
 
 
-def measure(*setting):
-    """Exact match, first-token KL and charged budget at 32 layers, means over the questions."""
-    rows = defaultdict(list)
-    for item, prompt, (_, full, _) in zip(questions, prompts, reference, strict=True):
-        text, mine, report = answer(prompt, *setting)
-        rows["exact_match"].append(text == item.answer)
-        rows["kl"].append(float(torch.sum(full.exp() * (full - mine)).clamp_min(0)))
-        rows["charged_budget_32"].append(report.charged_budget_32)
-    return {name: fmean(values) for name, values in rows.items()}
+def kl(*setting):
+    """Mean KL(full || setting) of the first token."""
+    pairs = [(want, log_probs(prompt, *setting)) for prompt, want in zip(prompts, full, strict=True)]
+    return fmean(float((want.exp() * (want - got)).sum().clamp_min(0)) for want, got in pairs)
 
 
-full = fmean(text == item.answer for item, (text, _, _) in zip(questions, reference, strict=True))
-none, all_tokens = measure("reuse"), measure("blend", "auto", 1.0)
-curves = {rule: [none, *(measure("blend", rule, ratio) for ratio in RATIOS), all_tokens] for rule in RULES}
-ratios = [0.0, *RATIOS, 1.0]
-
-print(f"{len(questions)} questions. Full prefill answers {full:.0%}, full reuse {none['exact_match']:.0%}.")
-print(f"At ratio 1.0 the KL to full prefill is {all_tokens['kl']:.1e}.\n")
-print("exact match (first-token KL)")
-print(f"{'rule':<20}" + "".join(f"{ratio:>14.0%}" for ratio in ratios))
+none, every = kl("reuse"), kl("blend", "ask", 1.0)
+curves = {rule: [none, *(kl("blend", rule, ratio) for ratio in RATIOS), every] for rule in RULES}
+print(f"Everything recomputed: KL {every:.1e}. Nothing recomputed: {none:.3f}.\n")
+print(f"{'rule':<12}" + "".join(f"{ratio:>8.0%}" for ratio in (0, *RATIOS, 1)))
 for rule, curve in curves.items():
-    print(f"{rule:<20}" + "".join(f"{point['exact_match']:>6.0%} ({point['kl']:>5.2f})" for point in curve))
+    print(f"{rule:<12}" + "".join(f"{value:>8.3f}" for value in curve))
+
+# %% [markdown]
+# Three questions show how it is done, and no more.
+#
+# ## 69 questions, measured before
+# `ragblend bench quality` asks like this, with six retrieved chunks of at most 256 tokens; its results are in
+# `data/results/`. *Compute* is everything a rule runs, finding the tokens included, as a share of prefilling the
+# chunks of a model of 32 layers. `alone` and `similar` are what chunks were stored behind: nothing, or the two chunks
+# most like them, which is the default and costs twice the prefill and the store. F1 is low in every row, full
+# prefill's too: these questions are too hard for a model of this size. How close its answers are to full prefill's can
+# be measured all the same.
+
+# %%
+kept = json.loads((data / "results" / "quality-musique.json").read_text())
+runs = [run for run in kept["runs"] if run["kind"] == "all" and run["mode"] != "full"]
+lines = {}
+for run in runs:
+    name = {"none": "alone", "similar": "similar"}[run["context"]]
+    if run["mode"] == "reuse":
+        for rule in kept["config"]["rules"]:
+            lines.setdefault((name, rule), []).append(run)
+    else:
+        lines[name, run["rule"]].append(run)
+
+print(f"{kept['num_questions']} questions, {kept['prompt_tokens']:.0f} tokens each")
+print(f"{'stored':<9}{'rule':<14}{'ratio':>6}{'compute':>9}{'first-token KL':>16}{'95 % interval':>17}{'F1':>7}")
+for (name, rule), points in lines.items():
+    for run in points:
+        if run["mode"] == "blend" or rule == "ask":
+            print(
+                f"{name:<9}{rule if run['mode'] == 'blend' else '(full reuse)':<14}{run['ratio']:>6.0%}"
+                f"{run['charged_budget_32']:>9.1%}{run['first_token_kl']:>16.3f}"
+                f"{run['first_token_kl_low']:>9.3f} to {run['first_token_kl_high']:.3f}{run['token_f1']:>7.3f}"
+            )
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-left.axhline(full, color="#7f7f7f", linestyle=":", label="full prefill")
-styles = {"first_k": "--", "random": "--"}
 for rule, curve in curves.items():
-    options = {"marker": "o", "markersize": 4, "linestyle": styles.get(rule, "-"), "label": rule}
-    left.plot(ratios, [point["exact_match"] for point in curve], **options)
-    right.plot(ratios, [point["kl"] for point in curve], **options)
-left.set_ylabel("share of questions answered right")
-left.set_ylim(-0.03, 1.03)
-right.set_ylabel("first-token KL to full prefill, nats")
-right.set_ylim(bottom=0)
+    left.plot([0, *RATIOS, 1], curve, marker="o", markersize=4, label=rule)
+left.set_xscale("symlog", linthresh=0.05)
+left.set_xticks([0, *RATIOS, 1], [f"{ratio:.0%}" for ratio in (0, *RATIOS, 1)])
+left.set_title("3 questions, measured here", fontsize="medium")
+left.set_xlabel("recompute ratio")
+left.set_ylabel("first-token KL to full prefill, nats")
+for (name, rule), points in lines.items():
+    spread = [[run["first_token_kl"] - run["first_token_kl_low"] for run in points]]
+    spread.append([run["first_token_kl_high"] - run["first_token_kl"] for run in points])
+    style = {"color": f"C{kept['config']['rules'].index(rule)}", "linestyle": "-" if name == "similar" else "--"}
+    x = [run["charged_budget_32"] for run in points]
+    right.errorbar(x, [run["first_token_kl"] for run in points], spread, capsize=3, label=f"{rule}, {name}", **style)
+right.set_title("69 questions, 95 % intervals", fontsize="medium")
+right.set_xlabel("compute, finding the tokens included")
+right.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 for axes in (left, right):
-    axes.set_xlabel("recompute ratio")
-    axes.axvline(0.15, color="#dddddd", zorder=0)
+    axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-left.legend(loc="lower right", fontsize="small")
-figure.suptitle(f"embedded demo model, made-up world, {len(questions)} questions that need two chunks together")
+    axes.legend(fontsize="small")
 plt.show()
 
 # %% [markdown]
 # ## Reading it
-
-# %%
-at = ratios.index(0.15)
-ranked = sorted(RULES, key=lambda rule: curves[rule][at]["kl"])
-noise = sqrt(0.25 / len(questions))
-print(f"Nearest to full prefill at ratio 15 %, by KL: {', '.join(ranked)}.")
-print(f"With {len(questions)} questions, exact match has a standard error of up to {noise:.0%}: read the KL first.")
-print("Smallest ratio measured from which on at most one answer fewer than full prefill's is right:")
-enough = full - 1.5 / len(questions)
-for rule in ranked:
-    short = max(place for place in range(-1, len(ratios)) if place < 0 or curves[rule][place]["exact_match"] < enough)
-    print(f"  {rule:<20}" + (f"{ratios[short + 1]:>5.0%}" if short + 1 < len(ratios) else " none"))
-print("The ratio is nominal. What 15 % costs in chunk work at 32 layers, finding the tokens included:")
-for rule in ranked:
-    print(f"  {rule:<20}{curves[rule][at]['charged_budget_32']:>5.0%}")
+# Random tokens are the control: what they win is what any recomputing wins. CacheBlend's rule looks for KV that
+# deviates in one early layer. `ask`, the default from 12 layers on, lets the question look over the stored KV first,
+# and recomputes what it attends to. [Layer by layer](06_layer_by_layer.ipynb) shows why that is not the same.
+#
+# For a model of your own: `ragblend bench quality --model YOUR_MODEL --data YOUR_QUESTIONS.json`, or
+# `ragblend calibrate`, which finds the ratio and keeps it in the store.
 
 # %%
 engine.close()

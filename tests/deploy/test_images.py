@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tomllib
 
 import yaml
 from charts import CHART, DEPLOY
 
+from ragblend import __version__ as VERSION
 from ragblend.engine.vllm import readiness
 from ragblend.engine.vllm.support import BEFORE, OLDEST
 
 ROOT = DEPLOY.parent
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 COMPOSE = (DEPLOY / "compose.yaml").read_text()
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def is_sent(path: str) -> bool:

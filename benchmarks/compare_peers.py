@@ -1,0 +1,172 @@
+"""The prompts that other projects are given beside ragblend, and ragblend's own figures on them (docs/compare.md).
+
+    make real-model
+    python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \
+        --out data/results/compare-ragblend.json
+
+The prompts are those of `ragblend bench quality --data musique`: six retrieved chunks of at most 256 tokens. In `moved`
+every question brings chunks of its own, stored before in no order. In `topics` few topics are asked about again and
+again, each time over six of the topic's ten passages in another order: where sorting can win something. ragblend's own
+figures are of `moved`; where chunks stood before is nothing to it.
+`benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in environments of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.common.hardware import hardware_card
+from ragblend.bench.quality.cases import SYSTEM
+from ragblend.bench.quality.data import Nearest, load_cases, prompt_of, stored_chunks
+from ragblend.bench.quality.measures import FULL, REUSE, Configuration, kl, prefill
+from ragblend.corpus.embedders import load_embedder
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.prompt.prompt import SegmentedPrompt, as_chunk
+
+CONFIGURATIONS = (
+    REUSE,
+    Configuration("blend", "cacheblend", 0.15),
+    Configuration("blend", "ask", 0.05),
+    Configuration("blend", "ask", 0.05, context="similar"),
+)
+TIMES_ASKED = 3  # each topic
+STORE_BYTES = 4 << 30
+EMBEDDER = "hashing"  # words in common: what is retrieved is no part of the question here
+
+
+def topics(
+    asked: Sequence[tuple[str, SegmentedPrompt]], passages: int, seed: int = 0
+) -> list[tuple[int, str, SegmentedPrompt]]:
+    """Each question's chunks, asked `TIMES_ASKED` times: which of them, in which order, is drawn anew. Comes with the
+    number of the topic and the question. The topics take turns."""
+    rng = random.Random(seed)
+    return [
+        (number, question, SegmentedPrompt(rng.sample(list(prompt.chunks), passages), question, SYSTEM))
+        for _ in range(TIMES_ASKED)
+        for number, (question, prompt) in enumerate(asked)
+    ]
+
+
+def written(engine: TransformersEngine, topic: int, question: str, prompt: SegmentedPrompt) -> dict[str, Any]:
+    """What another project needs of a prompt: the ids of its parts, which are all its tokens, and the texts."""
+    parts: list[list[int]] = []
+    for segment in engine.segmenter.tokenize(prompt).segments:
+        if segment.kind == "text":  # what stands between two chunks goes with the one before
+            parts[-1].extend(segment.token_ids)
+        else:
+            parts.append(list(segment.token_ids))
+    return {
+        "topic": topic,
+        "question": question,
+        "texts": [as_chunk(chunk).text for chunk in prompt.chunks],
+        "segments": parts,
+    }
+
+
+def measured(base: TransformersEngine, prompts: Sequence[SegmentedPrompt], near: Nearest) -> list[dict[str, Any]]:
+    """A run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
+    seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
+    full_s: list[float] = []
+    for prompt in prompts:
+        timed: dict[Configuration, tuple[torch.Tensor, float, float]] = {}
+        engines: dict[str, TransformersEngine] = {}
+        for context in dict.fromkeys(each.context for each in CONFIGURATIONS):
+            engines[context] = engine = TransformersEngine(
+                base.layers, base.segmenter, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
+                system=SYSTEM, on_miss="inline", check=False, context=context,
+            )  # fmt: skip
+            for chunk in stored_chunks(prompt, context, near):
+                engine.precompute(chunk)
+        for each in (FULL, *CONFIGURATIONS):
+            engine = engines[each.context]
+            request = engine.request(prompt, mode="full", max_tokens=1)
+            start_s, start_cpu_s = perf_counter(), process_time()
+            prefilled, _ = prefill(engine, request, each)
+            took_s, took_cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
+            timed[each] = prefilled.logits.double().log_softmax(-1), took_s, took_cpu_s
+        full, wall_s, cpu_s = timed.pop(FULL)
+        full_s.append(cpu_s)
+        for each, (mine, mine_s, mine_cpu_s) in timed.items():
+            seen[each].append(
+                (kl(full, mine), wall_s / mine_s, cpu_s / mine_cpu_s, bool(full.argmax() == mine.argmax()))
+            )
+    return [
+        {
+            **each._asdict(),
+            "num_questions": len(prompts),
+            "first_token_kl": mean(row[0] for row in rows),
+            "speedup": median(row[1] for row in rows),
+            "speedup_cpu": median(row[2] for row in rows),
+            "same_first_token": mean(row[3] for row in rows),
+            "full_cpu_s": median(full_s),
+        }
+        for each, rows in seen.items()
+    ]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Write the prompts, measure ragblend on them, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="musique")
+    parser.add_argument("--questions", type=int, default=10)
+    parser.add_argument("--topics", type=int, default=2)
+    parser.add_argument("--passages", type=int, default=6, help="of a topic's, in each of its prompts")
+    parser.add_argument("--chunk-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompts", type=Path, required=True, help="where the others find them")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    common = {"model": given.model, "data": given.data, "part": "reported", "chunk_tokens": given.chunk_tokens}
+    config = QualityConfig(**common, num_questions=given.questions, modes=("full",), rules=(), threads=given.threads)
+    wide = QualityConfig(
+        **common, num_questions=given.topics, modes=("full",), rules=(), threads=given.threads, num_chunks=10
+    )
+    with load_engine(given.model, dtype="float32", on_miss="inline") as base:
+        assert isinstance(base, TransformersEngine)
+        embedder = load_embedder(EMBEDDER)
+        cases = load_cases(config, base)
+        near = Nearest(cases, base, embedder, config)
+        moved = [prompt_of(case, base, embedder, config) for case in cases]
+        asked = topics(
+            [(case.question, prompt_of(case, base, embedder, wide)) for case in cases[: given.topics]],
+            config.num_chunks,
+        )
+        given.prompts.parent.mkdir(parents=True, exist_ok=True)
+        kept = {
+            "system": SYSTEM,
+            "moved": [
+                written(base, number, case.question, prompt)
+                for number, (case, prompt) in enumerate(zip(cases, moved, strict=True))
+            ],
+            "topics": [written(base, *each) for each in asked],
+        }
+        given.prompts.write_text(json.dumps(kept) + "\n")
+        runs = measured(base, moved, near)
+        card = hardware_card()
+    for run in runs:
+        print(
+            f"{run['mode']:<7}{run['rule']:<12}{run['context']:<9}{run['ratio']:>5.2f}"
+            f"{run['first_token_kl']:>8.3f} nats {run['speedup_cpu']:>6.1f}x"
+        )
+    found = {"schema_version": 1, "command": "compare_peers", "embedder": EMBEDDER, "hardware": card, "runs": runs}
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Install what was built the way a user does, and use it: an empty environment, an empty folder, an empty HOME.
+
+Read `try_wheel` first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import ragblend
+from tools.release.contents import ROOT
+
+QUESTION = "What role does James Bell have?"  # of the demo's corpus
+GOLD = "trainer"
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+
+
+def try_wheel(python: str, sdist: Path, wheel: Path) -> str:
+    """What came out, in a line. Raises CalledProcessError or AssertionError where something did not work."""
+    found = shutil.which(python)
+    if found is None:
+        raise FileNotFoundError(f"{python} is no interpreter here; name one that is, or a path")
+    with tempfile.TemporaryDirectory() as folder:
+        venv, empty = Path(folder) / "venv", Path(folder) / "empty"
+        empty.mkdir()
+        _run([found, "-m", "venv", str(venv)])
+        mine = str(venv / "bin" / "python")
+        # PyTorch first, as the Makefile does: pip then has the one of constraints.txt, and not the newest.
+        _run([mine, *PIP, "torch"])
+        _run([mine, *PIP, str(wheel)])
+        _run([mine, "-m", "pip", "check"])
+        used = _use(venv, empty)
+        _run([mine, *PIP, "--no-deps", "--force-reinstall", str(sdist)])
+        _said_version(venv, empty)
+        return used
+
+
+def _use(venv: Path, empty: Path) -> str:
+    import_alone = "import sys, ragblend; assert 'torch' not in sys.modules; print(sys.version.split()[0])"
+    python = _run([str(venv / "bin" / "python"), "-c", import_alone], empty).strip()
+    _said_version(venv, empty)
+    told = json.loads(_run([str(venv / "bin" / "ragblend"), "demo", "--question", QUESTION, "--json"], empty))
+    answers = {mode: each["answer"] for mode, each in told["questions"][0]["modes"].items()}
+    assert answers["full"] == answers["blend"] == GOLD, f"the demo answers {answers}, not {GOLD!r}"
+    torch = _run([str(venv / "bin" / "python"), "-c", "import torch; print(torch.__version__)"], empty).strip()
+    return f"Python {python}, PyTorch {torch}: installs, imports, answers"
+
+
+def _said_version(venv: Path, empty: Path) -> None:
+    said = _run([str(venv / "bin" / "ragblend"), "--version"], empty).strip()
+    assert said == ragblend.__version__, f"ragblend --version says {said}, the source {ragblend.__version__}"
+
+
+def _run(command: list[str], home: Path | None = None) -> str:
+    """Its stdout; with `home`, run there, with nothing of this user's nor of this checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAGBLEND_"))}
+    if home is not None:
+        environment |= {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done.stdout
