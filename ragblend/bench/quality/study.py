@@ -9,6 +9,7 @@ times, a run repeats to the bit on one machine. Read `run_quality` and `measure`
 
 from __future__ import annotations
 
+import gc
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,7 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
             lengths.append(num_tokens)
             for each, record in found.items():
                 records[each].append(record)
+            gc.collect()  # the question's engines are cycles; nobody else counts the gigabytes that they hold
         return QualityResult(
             config,
             base.name,
@@ -161,7 +163,7 @@ def measure(
 
     stored: by context, the versions of its chunks that are in the store.
     """
-    engine = _engine(base, case, "none")
+    engine = engine_for(base, case, "none")
     # Rule `random` draws anew for every prompt.
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
@@ -200,7 +202,7 @@ def measure(
             seen = read(engine, last.prompt, last.answer.fused, full.token_ids)
             records[each] = record(last.answer, seen, last.prompt)
     for context, chunks in stored.items():
-        engine = _engine(base, case, context)
+        engine = engine_for(base, case, context)
         for chunk in chunks:
             engine.precompute(chunk)
         for each in chosen:
@@ -209,7 +211,7 @@ def measure(
     return records, request.prompt.num_tokens
 
 
-def _engine(base: TransformersEngine, case: Case, context: ContextPolicy) -> TransformersEngine:
+def engine_for(base: TransformersEngine, case: Case, context: ContextPolicy) -> TransformersEngine:
     """`base` for one case, over an empty store in memory."""
     return TransformersEngine(
         base.layers,
