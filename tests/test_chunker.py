@@ -321,6 +321,12 @@ def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypa
         read(tmp_path, "a.pdf", make_pdf("x"))
 
 
+def test_ligatures_of_a_pdf_are_letters_again(tmp_path):
+    pytest.importorskip("pypdf")
+    (document,) = read(tmp_path, "a.pdf", make_pdf("the \\256rst \\257oor"))  # octal: fi and fl in Helvetica
+    assert document.text.strip() == "the first floor"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

@@ -281,13 +281,17 @@ def _record(value: Any, key: str, joint: str) -> Iterator[Record]:
     )
 
 
+# Typesetting, not spelling: nobody who asks about an office writes one, and tokenizers cut words at them.
+_LIGATURES = {ord(ligature): unicodedata.normalize("NFKC", ligature) for ligature in "ﬀﬁﬂﬃﬄﬅﬆ"}
+
+
 def _read_pdf(data: bytes) -> Found:
     try:
         from pypdf import PdfReader
     except ImportError as error:
         raise UnreadableDocumentError("PDF needs pypdf: pip install 'ragblend[pdf]'") from error
     try:
-        pages = [page.extract_text() for page in PdfReader(io.BytesIO(data)).pages]
+        pages = [page.extract_text().translate(_LIGATURES) for page in PdfReader(io.BytesIO(data)).pages]
     except Exception as error:  # pypdf raises whatever a broken or locked file makes it stumble over
         raise UnreadableDocumentError(
             f"is a damaged or locked PDF ({error or type(error).__name__}); repair it or save it without a password"
