@@ -31,6 +31,9 @@ ARCHITECTURES = (
 )
 """Each was compared with an independent CacheBlend over its transformers counterpart."""
 
+DRAFTED_FROM_TEXT = ("ngram",)
+"""Ways of speculative decoding whose drafts come from the tokens alone, so that they need no KV of their own."""
+
 _WAY_OUT = "Serve it without the ragblend connector, or with backend='transformers'"
 
 
@@ -84,8 +87,12 @@ def refusals(vllm_config: Any) -> list[str]:
         )
     if getattr(vllm_config, "lora_config", None) is not None:
         reasons.append("LoRA is on: stored KV belongs to the base model's weights")
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        reasons.append("speculative decoding is on: a draft model's KV would be missing for blended tokens")
+    drafts = getattr(vllm_config, "speculative_config", None)
+    if drafts is not None and drafts.method not in DRAFTED_FROM_TEXT:
+        reasons.append(
+            f"speculative decoding is on by {drafts.method}: its draft model's KV would be missing for blended tokens; "
+            f"drafts from the text itself need none: method {' or '.join(DRAFTED_FROM_TEXT)}"
+        )
     return reasons
 
 

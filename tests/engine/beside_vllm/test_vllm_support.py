@@ -55,6 +55,7 @@ def test_other_versions_are_refused_with_the_range(found):
 def test_what_is_supported_is_not_refused():
     assert refusals(config()) == []
     assert refusals(config(cache_dtype="bfloat16")) == []
+    assert refusals(config(speculative_config=SimpleNamespace(method="ngram"))) == []
     assert refusals(config({"sliding_window": 4096, "use_sliding_window": False})) == []
     assert refusals(config({"rope_parameters": {"rope_type": "llama3"}})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
@@ -91,7 +92,7 @@ def test_what_is_supported_is_not_refused():
         (config(parallel={"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
         (config(cache_dtype="fp8"), "fp8"),
         (config(lora_config=object()), "LoRA"),
-        (config(speculative_config=object()), "speculative"),
+        (config(speculative_config=SimpleNamespace(method="eagle3")), "speculative decoding is on by eagle3"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(refused, reason):

@@ -1,0 +1,32 @@
+"""Speculative decoding with drafts from the text: answers over blended KV are those without it, in fewer steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+def told(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
+    program = Path(__file__).with_name("drafted.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(store), json.dumps(drafts)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_answers_are_those_without_drafts_in_fewer_steps(tmp_path: Path) -> None:
+    plain, drafted = told(tmp_path / "plain", {}), told(tmp_path / "drafted", DRAFTS)
+    full, reuse, *_, everything = plain["answers"]
+    assert everything == full != reuse, "stale KV changes this answer, ratio 1.0 does not"
+    assert drafted["answers"] == plain["answers"]
+    assert drafted["num_steps"] < plain["num_steps"]
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "refused_reason"):
+        assert [each[name] for each in drafted["reports"]] == [each[name] for each in plain["reports"]], name
+    assert [each["num_chunk_hits"] for each in plain["reports"]] == [0, 4, 4, 4, 4]
