@@ -79,7 +79,8 @@ def _metrics(url: str, api_key: str | None) -> str:
         remedy = "give a key that may: --api-key" if status in (401, 403) else "is it a vLLM server's address?"
         raise BackendUnreachableError(f"{shown}/metrics answers {status}; {remedy}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise BackendUnreachableError(f"{shown}/metrics does not answer: {error}; is the server running?") from error
+        told = str(error).rstrip(".") or type(error).__name__
+        raise BackendUnreachableError(f"{shown}/metrics does not answer: {told}; is the server running?") from error
     return answer.text
 
 
