@@ -16,8 +16,8 @@ from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 
 OLDEST, BEFORE = (0, 28), (0, 33)
-"""Supported vLLM releases: from OLDEST on, up to but not including BEFORE: what `make test-vllm` and
-`make test-vllm-versions` run, on a CPU."""
+"""Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
+`make test-vllm-versions` run both ends and one between, on a CPU."""
 
 ARCHITECTURES = (
     "Gemma2ForCausalLM",
