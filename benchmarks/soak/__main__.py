@@ -1,0 +1,279 @@
+"""A served deployment for a long time: two replicas, Redis, API keys; clients that hang up; and things that are killed.
+
+    python -m benchmarks.soak --out data/results/soak.json
+
+Two `ragblend serve demo --keys` with a store each and one Redis, on this machine's CPU. Clients of three namespaces
+ingest and ask, in every mode, streamed and not; some hang up; some ask about chunks that only another namespace has
+ingested, or nobody has. Redis is killed twice and comes back empty, one replica is killed and started again over its
+store. The run fails unless every answer is right (`work`), no chunk was hit in a namespace that had not ingested it,
+no chunk that a replica stores was missed there (`ledger`), and the counters of both add up to what the clients saw.
+Memory is told, not judged. Read `measure` first.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.soak.clients import LEAVES, STREAMS, Client, Turnstile
+from benchmarks.soak.deployment import Redis, Replica, write_keys
+from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
+from benchmarks.soak.memory import Growth, Sampler, growth
+from benchmarks.soak.work import TENANTS, Text, Work, compute_references
+from ragblend.bench.ttft_vllm import vllm_card
+from ragblend.cli.printing import err, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.errors import UsageError
+
+SCHEMA_VERSION = 1
+MIN_REQUESTS = 50
+FRESH_KEPT = 50  # of the chunks made up last, that are asked about
+WRONG = (
+    "wrong_answers", "foreign_hits", "lost_chunks", "wrong_reports", "without_report", "refused", "errors",
+    "unanswered", "damaged_entries", "foreign_entries",
+)  # fmt: skip
+"""Everything of which there must be none."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SoakConfig:
+    """What is run."""
+
+    requests: int = 10_000
+    clients: int = 16
+    prompts: int = 16
+    threads: int = 1  # of each engine
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.requests < MIN_REQUESTS or self.clients < 1 or self.prompts < 2:
+            raise UsageError(
+                f"{self.requests} requests, {self.clients} clients, {self.prompts} prompts; choose at least "
+                f"{MIN_REQUESTS}, 1 and 2"
+            )
+
+
+class Soak:
+    """One run, from the first server's start to the last look into the stores."""
+
+    def __init__(self, config: SoakConfig, tell: Tell) -> None:
+        self.config, self._tell = config, tell
+        self.faults: list[dict[str, Any]] = []
+        self.requests_s = 0.0
+        self.growths: list[Growth] = []
+        self.sums: list[Sum] = []
+
+    def run(self, home: Path, stack: ExitStack) -> None:
+        """All of it. What `stack` holds is stopped by whoever owns it."""
+        config = self.config
+        write_keys(home / "keys.json", TENANTS)
+        self._redis = redis = Redis(home)
+        stack.callback(redis.kill)
+        redis.start()
+        self._replicas = [
+            Replica(f"replica-{number}", home / f"replica-{number}", redis.url, home / "keys.json", config.threads)
+            for number in range(2)
+        ]
+        for replica in self._replicas:  # both at once: importing vLLM takes long
+            stack.callback(replica.stop)
+            replica.start()
+        engine = stack.enter_context(load_engine("demo", home / "texts", on_miss="inline"))
+        work = Work(engine, config.prompts, config.seed)
+        self.references = compute_references(work.questions, "demo", self._tell)
+        self.ledger = Ledger(self.references, Stored())
+        for replica in self._replicas:
+            replica.wait()
+        self._turnstile = Turnstile(config.requests)
+        fresh: deque[Text] = deque(maxlen=FRESH_KEPT)
+        clients = [
+            Client(number, config.seed, work, self._replicas, self.ledger, self._turnstile, fresh)
+            for number in range(config.clients)
+        ]
+        sampler = Sampler(self._rss_bytes, lambda: self._turnstile.num_done)
+        sampler.start()
+        start_s = time.monotonic()
+        for client in clients:
+            client.start()
+        self._break_things()
+        for client in clients:
+            client.join()
+        self.requests_s = time.monotonic() - start_s
+        sampler.stop()
+        for client in clients:
+            if client.error is not None:
+                raise client.error
+        for replica in self._replicas:
+            self._read(replica)
+        self.growths = [growth(process, samples) for process, samples in sampler.series.items()]
+        for replica in self._replicas:
+            replica.stop()
+        self._look_into_stores(work)
+
+    def _rss_bytes(self) -> dict[str, int]:
+        found = self._redis.rss_bytes()
+        for replica in self._replicas:
+            found |= replica.rss_bytes()
+        return found
+
+    # -- what is broken, and when
+
+    def _break_things(self) -> None:
+        self._redis_dies(0.15, 0.22)
+        back = self._replica_dies(0.40)
+        self._redis_dies(0.55, 0.62)
+        # The last part is asked of both, whether they have been there all the while or not.
+        self._turnstile.wait_for(self._at(0.75))
+        back.join()
+        self._note("replica-1 is back")
+        self._turnstile.open(self.config.requests)
+
+    def _at(self, share: float) -> int:
+        return int(share * self.config.requests)
+
+    def _note(self, what: str) -> None:
+        self.faults.append({"num_requests": self._turnstile.num_done, "what": what})
+        self._tell(f"{self._turnstile.num_done} requests: {what}")
+
+    def _redis_dies(self, share: float, until: float) -> None:
+        self._turnstile.wait_for(self._at(share))
+        self._redis.kill()
+        self._note("redis is killed")
+        self._turnstile.wait_for(self._at(until))
+        self._redis.start()
+        self._note("redis is back, empty")
+
+    def _replica_dies(self, share: float) -> threading.Thread:
+        """Killed with requests under way, a little after its counters were read, and started again at once."""
+        self._turnstile.wait_for(self._at(share))
+        replica = self._replicas[1]
+        self._turnstile.shut()
+        self._read(replica)
+        self._turnstile.open(self._at(0.75) + 1)
+        self._turnstile.wait_for(self._turnstile.num_done + self.config.clients)
+        replica.kill()
+        self._note("replica-1 is killed")
+        replica.start()
+        back = threading.Thread(target=replica.wait, daemon=True)
+        back.start()
+        return back
+
+    # -- what is looked at
+
+    def _read(self, replica: Replica) -> None:
+        replica.read_counters()
+        self.sums += sums(replica.lives[-1], self.ledger.of(replica.name))
+
+    def _look_into_stores(self, work: Work) -> None:
+        """Every entry is whole, and was ingested in its namespace."""
+        numbers = {text.token_ids: text.number for text in work.made}
+        ingested = self.ledger.stored.namespaces()
+        for replica in self._replicas:
+            store = DiskStore(replica.store)
+            for result in store.verify():
+                if not result.ok:
+                    self.ledger.fail("damaged_entries", f"{result.key} of {replica.name}: {result.reason}")
+            for header in store.headers():
+                if (header.namespace, numbers.get(header.token_ids, -1)) not in ingested:
+                    self.ledger.fail("foreign_entries", f"{header.key} of {replica.name} in {header.namespace!r}")
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that must not be, in words."""
+        off = [each for each in self.sums if not each.is_right]
+        return self.ledger.problems + [
+            f"counters: {each.replica} counted {each.counted:g} {each.counter}, clients {each.smallest:g} to "
+            f"{each.largest:g}"
+            for each in off
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON object."""
+        counts = self.ledger.counts
+        unread = [
+            each
+            for replica in self._replicas
+            for life in replica.lives
+            for each in self.ledger.of(replica.name)
+            if life.end_s is not None and (life.read_s or life.start_s) < each.start_s < life.end_s
+        ]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": "benchmarks.soak",
+            "hardware": vllm_card(),
+            "config": {**asdict(self.config), "namespaces": len(TENANTS), "leaves": LEAVES, "streams": STREAMS},
+            "seconds": round(self.requests_s, 1),
+            "requests_per_s": round(self.config.requests / self.requests_s, 2),
+            "num_references": len(self.references),
+            "certain_tokens": round(self.references.num_certain, 2),
+            "faults": self.faults,
+            "counts": {name: counts[name] for name in sorted(counts) if name not in WRONG},
+            "wrong": {name: counts[name] for name in WRONG},
+            "counters": [{**each._asdict(), "is_right": each.is_right} for each in self.sums],
+            "attempts_after_the_last_reading": len(unread),
+            "memory": [{**asdict(each), "is_flat": each.is_flat} for each in self.growths],
+            "problems": self.problems[:50],
+        }
+
+
+def measure(config: SoakConfig, tell: Tell) -> dict[str, Any]:
+    """Run the deployment and its clients; the JSON object. Its `problems` are empty where everything held."""
+    soak = Soak(config, tell)
+    with tempfile.TemporaryDirectory(prefix="ragblend-soak-") as home, ExitStack() as stack:
+        soak.run(Path(home), stack)
+        return soak.facts()
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    """What people read."""
+    lines = [
+        f"{facts['config']['requests']} requests in {facts['seconds']:.0f} s, {facts['requests_per_s']:.1f} a second"
+    ]
+    lines += [f"{name:<28}{count:>8}" for part in ("counts", "wrong") for name, count in facts[part].items()]
+    off = sum(not each["is_right"] for each in facts["counters"])
+    lines += ["", f"counters that do not add up  {off:>7} of {len(facts['counters'])}", ""]
+    lines.append(f"{'memory':<26}{'requests':>9}{'MiB warm':>10}{'MiB last':>10}{'MiB per 1,000 requests':>30}")
+    for each in facts["memory"]:
+        slope = "-" if each["slope"] is None else f"{each['slope']:.3f} ({each['low']:.3f} to {each['high']:.3f})"
+        sizes = f"{each['num_requests']:>9}{each['warm_mib']:>10.1f}{each['last_mib']:>10.1f}"
+        lines.append(f"{each['process']:<26}{sizes}{slope:>30}")
+    return [*lines, "", *facts["problems"]]
+
+
+def main(
+    requests: int = 10_000,
+    clients: int = 16,
+    prompts: int = 16,
+    threads: int = 1,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """A table on stderr, one line of JSON on stdout, and in `out`. Exit code 1 if anything was wrong."""
+    config = SoakConfig(requests, clients, prompts, threads, seed)
+    use_threads(1)
+    quiet_libraries()
+    facts = measure(config, lambda line: err.print(line, markup=False))
+    for line in table(facts):
+        err.print(line, markup=False)
+    if out is not None:
+        out.write_text(json.dumps(facts, indent=1) + "\n")
+    print_json(facts)
+    if facts["problems"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,234 @@
+"""What the clients of the soak ask: chunks, who may ingest them, prompts, and the answers that are right.
+
+The right answer to a prompt depends on which of its chunks were hits, and on nothing else. All of them are computed
+before the run, by the transformers engine in this process, one prompt at a time: one answer per prompt, mode and set
+of hits. A token counts as certain while the likeliest is `MARGIN` nats ahead of the next, because in a batch sums are
+taken in another order; an answer is held against the certain tokens it begins with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, sample_corpus
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.engine.report import Generation, Mode
+from ragblend.errors import RagblendError
+from ragblend.prompt.prompt import SegmentedPrompt
+
+TENANTS = ("acme", "globex", "initech")
+MIN_CHUNKS, MAX_PROMPT_CHUNKS = 24, 3
+ANSWER_TOKENS = 8
+MARGIN = 0.05
+"""Nats. Between engines and batches the model's log-probabilities differ by less than a thousandth of that."""
+
+Hits = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A chunk. `owners` are the namespaces that may ingest it: all, one or none."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    owners: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt over some chunks, in order."""
+
+    number: int
+    prompt: SegmentedPrompt
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    template: tuple[tuple[int, int], ...]
+    texts: tuple[Text, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The right answer's first tokens, as far as they are certain."""
+
+    token_ids: tuple[int, ...]
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer, complete or cut short, says the same as far as both go.
+
+        >>> Reference((4, 5)).agrees([4]), Reference((4, 5)).agrees([4, 5, 9]), Reference((4, 5)).agrees([5])
+        (True, True, False)
+        """
+        shared = min(len(self.token_ids), len(token_ids))
+        return tuple(token_ids[:shared]) == self.token_ids[:shared]
+
+
+class Work:
+    """Chunks and prompts, the same for the same seed."""
+
+    def __init__(self, engine: TransformersEngine, num_prompts: int, seed: int) -> None:
+        self._engine, self._dice, corpus = engine, random.Random(seed), sample_corpus()
+        passages = [chunk for record in corpus.records for chunk in record.chunks]
+        kinds = itertools.cycle(
+            (REFERENCE_KINDS, ("one_hop", "two_hop_cross", "comparison"))
+        )  # reuse loses the first, and not the second
+        asked = [self._asked(corpus, next(kinds)) for _ in range(num_prompts)]
+        used = dict.fromkeys(number for gold, _ in asked for number in gold)
+        others = [number for number in range(len(passages)) if number not in used]
+        used |= dict.fromkeys(self._dice.sample(others, max(MAX_PROMPT_CHUNKS, MIN_CHUNKS - len(used))))
+        self._passages = [passages[number] for number in used]
+        self.texts = [self._text(number, passage) for number, passage in enumerate(self._passages)]
+        self.made = list(self.texts)  # and what was made up on the way
+        places = {number: place for place, number in enumerate(used)}
+        self.questions = [
+            self._question(number, [places[each] for each in gold], question)
+            for number, (gold, question) in enumerate(asked)
+        ]
+        self._fresh, self._lock = itertools.count(len(self.texts)), Lock()
+        self.stop_ids, self.prefix_ids = engine.segmenter.stop_ids(), engine.default_prefix_ids
+
+    def _asked(self, corpus: Corpus, kinds: Sequence[str]) -> tuple[tuple[int, ...], str]:
+        """A question of one of these kinds, behind the chunks that answer it."""
+        while True:
+            question = self._dice.choice(corpus.questions)
+            gold = corpus.gold_chunks(question)
+            if question.kind in kinds and len(gold) < MAX_PROMPT_CHUNKS:
+                return gold, question.text
+
+    def _text(self, number: int, passage: str) -> Text:
+        # Of six chunks four are everybody's, one is a single namespace's, one nobody ever ingests.
+        owners = {4: (TENANTS[number // 6 % len(TENANTS)],), 5: ()}.get(number % 6, TENANTS)
+        return Text(number, self._ids(passage), owners)
+
+    def _ids(self, passage: str) -> tuple[int, ...]:
+        (segment,) = self._engine.segmenter.tokenize(SegmentedPrompt([passage], "?")).chunk_segments
+        return segment.token_ids
+
+    def fresh(self) -> Text:
+        """A chunk that nobody has seen, for anybody to ingest. May be called from any thread."""
+        with self._lock:
+            number = next(self._fresh)
+            text = Text(
+                number, self._ids(f"{self._passages[number % len(self._passages)]} This is copy {number}."), TENANTS
+            )
+            self.made.append(text)
+            return text
+
+    def _question(self, number: int, gold: Sequence[int], asked: str) -> Question:
+        """A prompt of what answers it, in order, with another chunk before, between or behind."""
+        chosen = list(gold)
+        others = [text.number for text in self.texts if text.number not in gold]
+        while len(chosen) < self._dice.randint(2, MAX_PROMPT_CHUNKS):
+            chosen.insert(self._dice.randint(0, len(chosen)), others.pop(self._dice.randrange(len(others))))
+        texts = [self.texts[place] for place in chosen]
+        prompt = SegmentedPrompt([self._passages[text.number] for text in texts], asked)
+        return self.as_question(number, prompt, texts)
+
+    def as_question(self, number: int, prompt: SegmentedPrompt, texts: Sequence[Text]) -> Question:
+        """A prompt as it is sent."""
+        tokenized = self._engine.segmenter.tokenize(prompt)
+        segments = tokenized.chunk_segments
+        assert [segment.token_ids for segment in segments] == [text.token_ids for text in texts]
+        return Question(
+            number,
+            prompt,
+            tuple(tokenized.token_ids),
+            tuple((segment.start, segment.end) for segment in segments),
+            tuple((segment.num_lead, segment.num_tail) for segment in segments),
+            tuple(texts),
+        )
+
+
+class References:
+    """The right answers, by prompt, mode and hits (positions in the prompt)."""
+
+    def __init__(self, found: dict[tuple[int, Mode, Hits], Reference], num_certain: float) -> None:
+        self._found = found
+        self.num_certain = num_certain  # tokens of one, on average
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def of(self, question: Question, mode: Mode, ratio: float | None, hits: Hits) -> Reference:
+        """What a request is to be answered. Without reuse, and when everything is recomputed, it is full prefill's."""
+        if mode in ("full", "prefix") or ratio == 1.0 or not hits:
+            mode, hits = "full", frozenset()
+        return self._found[question.number, mode, hits]
+
+
+def subsets(count: int) -> Iterator[Hits]:
+    """Every set of positions of `count` chunks but the empty one.
+
+    >>> [sorted(each) for each in subsets(2)]
+    [[0], [1], [0, 1]]
+    """
+    for size in range(1, count + 1):
+        yield from map(frozenset, itertools.combinations(range(count), size))
+
+
+def compute_references(questions: Sequence[Question], model: str, tell: Callable[[str], None]) -> References:
+    """All of them. Each set of hits has a namespace of its own, in which the chunks at those positions are stored."""
+    found: dict[tuple[int, Mode, Hits], Reference] = {}
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragblend-soak-"))
+        engine = stack.enter_context(load_engine(model, store, on_miss="inline", context="none"))
+        stop_ids = engine.segmenter.stop_ids()
+        for question in questions:
+            tell(f"right answers: prompt {question.number + 1} of {len(questions)}")
+            found[question.number, "full", frozenset()] = _answer(engine, question, "full", stop_ids, frozenset())
+            for hits in subsets(len(question.texts)):
+                chunks = list(question.prompt.chunks)
+                stored = [chunks[position] for position in sorted(hits)]
+                for chunk in stored:
+                    engine.precompute(chunk)
+                for mode in ("blend", "reuse"):
+                    found[question.number, mode, hits] = _answer(engine, question, mode, stop_ids, hits)
+                for chunk in stored:
+                    engine.forget(chunk)
+    certain = [len(reference.token_ids) for reference in found.values()]
+    return References(found, sum(certain) / len(certain))
+
+
+def _answer(
+    engine: TransformersEngine, question: Question, mode: Mode, stop_ids: frozenset[int], hits: Hits
+) -> Reference:
+    told: Generation = engine.generate(
+        question.prompt, mode=mode, max_tokens=ANSWER_TOKENS, logit_bias=never(stop_ids), logprobs=True, top_logprobs=3
+    )
+    seen = {position for position, chunk in enumerate(told.report.chunks) if chunk.hit}
+    if seen != hits:
+        raise RagblendError(f"the engine alone found chunks {sorted(seen)} of prompt {question.number}, not {hits}")
+    certain: list[int] = []
+    for token in told.logprobs or ():
+        others = [logprob for token_id, logprob in token.top if token_id not in stop_ids]
+        if others[0] - others[1] < MARGIN:
+            break
+        certain.append(token.token_id)
+    return Reference(tuple(certain))
+
+
+def never(token_ids: frozenset[int]) -> dict[int, float]:
+    """A bias that keeps tokens out of an answer: answers of one length have more to be compared."""
+    return dict.fromkeys(token_ids, -100.0)
+
+
+def body(question: Question, *, mode: str, ratio: float | None, stream: bool, more: dict[str, Any]) -> dict[str, Any]:
+    """The JSON body of a completion request, and `more` in it. Its API key says in whose name."""
+    params: dict[str, Any] = {"version": 1, "mode": mode, "spans": [list(span) for span in question.spans]}
+    if mode != "ingest":
+        params |= {"ratio": ratio, "template": [list(pair) for pair in question.template]}
+    return {
+        "prompt": list(question.token_ids),
+        "temperature": 0.0,
+        "return_token_ids": True,
+        "stream": stream,
+        "kv_transfer_params": {"ragblend": params},
+        **more,
+    }
