@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import typer
 from benchmarks.soak.clients import LEAVES, STREAMS, Client, Turnstile
 from benchmarks.soak.deployment import Redis, Replica, write_keys
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
-from benchmarks.soak.memory import Growth, Sampler, growth
+from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
 from ragblend.bench.ttft_vllm import vllm_card
 from ragblend.cli.printing import err, print_json
@@ -46,6 +46,12 @@ WRONG = (
 )  # fmt: skip
 """Everything of which there must be none."""
 
+SEEN = (
+    "ragblend_remote_hits_total", "ragblend_remote_failures_total", "ragblend_remote_dropped_writes_total",
+    "ragblend_tier_hits_total", "ragblend_tier_evictions_total", "num_preemptions_total", "finished_abort",
+)  # fmt: skip
+"""Counters of which clients see nothing: that what was to happen did happen."""
+
 Tell = Callable[[str], None]
 
 
@@ -55,9 +61,10 @@ class SoakConfig:
 
     requests: int = 10_000
     clients: int = 16
-    prompts: int = 16
+    prompts: int = 24
     threads: int = 1  # of each engine
     seed: int = 0
+    minutes: float = 120.0  # after which nobody asks any more
 
     def __post_init__(self) -> None:
         if self.requests < MIN_REQUESTS or self.clients < 1 or self.prompts < 2:
@@ -73,8 +80,10 @@ class Soak:
     def __init__(self, config: SoakConfig, tell: Tell) -> None:
         self.config, self._tell = config, tell
         self.faults: list[dict[str, Any]] = []
-        self.requests_s = 0.0
+        self.requests_s = self._start_s = 0.0
+        self.tracebacks: list[str] = []
         self.growths: list[Growth] = []
+        self.series: dict[str, list[Sample]] = {}
         self.sums: list[Sum] = []
 
     def run(self, home: Path, stack: ExitStack) -> None:
@@ -97,7 +106,7 @@ class Soak:
         self.ledger = Ledger(self.references, Stored())
         for replica in self._replicas:
             replica.wait()
-        self._turnstile = Turnstile(config.requests)
+        self._turnstile = Turnstile(config.requests, 60 * config.minutes)
         fresh: deque[Text] = deque(maxlen=FRESH_KEPT)
         clients = [
             Client(number, config.seed, work, self._replicas, self.ledger, self._turnstile, fresh)
@@ -105,22 +114,24 @@ class Soak:
         ]
         sampler = Sampler(self._rss_bytes, lambda: self._turnstile.num_done)
         sampler.start()
-        start_s = time.monotonic()
+        self._start_s = time.monotonic()
         for client in clients:
             client.start()
         self._break_things()
         for client in clients:
             client.join()
-        self.requests_s = time.monotonic() - start_s
+        self.requests_s = time.monotonic() - self._start_s
         sampler.stop()
         for client in clients:
             if client.error is not None:
                 raise client.error
         for replica in self._replicas:
             self._read(replica)
+        self.series = sampler.series
         self.growths = [growth(process, samples) for process, samples in sampler.series.items()]
         for replica in self._replicas:
             replica.stop()
+            self.tracebacks += replica.tracebacks()
         self._look_into_stores(work)
 
     def _rss_bytes(self) -> dict[str, int]:
@@ -145,7 +156,8 @@ class Soak:
         return int(share * self.config.requests)
 
     def _note(self, what: str) -> None:
-        self.faults.append({"num_requests": self._turnstile.num_done, "what": what})
+        seconds = round(time.monotonic() - self._start_s, 1)
+        self.faults.append({"num_requests": self._turnstile.num_done, "seconds": seconds, "what": what})
         self._tell(f"{self._turnstile.num_done} requests: {what}")
 
     def _redis_dies(self, share: float, until: float) -> None:
@@ -215,18 +227,31 @@ class Soak:
             "command": "benchmarks.soak",
             "hardware": vllm_card(),
             "config": {**asdict(self.config), "namespaces": len(TENANTS), "leaves": LEAVES, "streams": STREAMS},
+            "num_requests": self._turnstile.num_done,
             "seconds": round(self.requests_s, 1),
-            "requests_per_s": round(self.config.requests / self.requests_s, 2),
+            "requests_per_s": round(self._turnstile.num_done / self.requests_s, 2),
             "num_references": len(self.references),
             "certain_tokens": round(self.references.num_certain, 2),
             "faults": self.faults,
             "counts": {name: counts[name] for name in sorted(counts) if name not in WRONG},
             "wrong": {name: counts[name] for name in WRONG},
             "counters": [{**each._asdict(), "is_right": each.is_right} for each in self.sums],
+            "seen": [
+                {"replica": life.name, **{name: life.counters.get(name, 0.0) for name in SEEN}}
+                for replica in self._replicas
+                for life in replica.lives
+            ],
+            "tracebacks": self.tracebacks,
             "attempts_after_the_last_reading": len(unread),
+            "rss_mib": {name: _thinned(samples) for name, samples in self.series.items()},
             "memory": [{**asdict(each), "is_flat": each.is_flat} for each in self.growths],
             "problems": self.problems[:50],
         }
+
+
+def _thinned(samples: Sequence[Sample], count: int = 60) -> list[tuple[int, float]]:
+    """About `count` of them: requests and MiB."""
+    return [(each.num_requests, round(each.rss_bytes / 2**20, 1)) for each in samples[:: 1 + len(samples) // count]]
 
 
 def measure(config: SoakConfig, tell: Tell) -> dict[str, Any]:
@@ -239,9 +264,7 @@ def measure(config: SoakConfig, tell: Tell) -> dict[str, Any]:
 
 def table(facts: dict[str, Any]) -> list[str]:
     """What people read."""
-    lines = [
-        f"{facts['config']['requests']} requests in {facts['seconds']:.0f} s, {facts['requests_per_s']:.1f} a second"
-    ]
+    lines = [f"{facts['num_requests']} requests in {facts['seconds']:.0f} s, {facts['requests_per_s']:.1f} a second"]
     lines += [f"{name:<28}{count:>8}" for part in ("counts", "wrong") for name, count in facts[part].items()]
     off = sum(not each["is_right"] for each in facts["counters"])
     lines += ["", f"counters that do not add up  {off:>7} of {len(facts['counters'])}", ""]
@@ -256,13 +279,14 @@ def table(facts: dict[str, Any]) -> list[str]:
 def main(
     requests: int = 10_000,
     clients: int = 16,
-    prompts: int = 16,
+    prompts: int = 24,
     threads: int = 1,
     seed: int = 0,
+    minutes: float = 120.0,
     out: Path | None = None,
 ) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`. Exit code 1 if anything was wrong."""
-    config = SoakConfig(requests, clients, prompts, threads, seed)
+    config = SoakConfig(requests, clients, prompts, threads, seed, minutes)
     use_threads(1)
     quiet_libraries()
     facts = measure(config, lambda line: err.print(line, markup=False))

@@ -58,18 +58,21 @@ class Wish:
 
 
 class Turnstile:
-    """Counts requests, up to a number, and lets nobody begin one while it is shut."""
+    """Counts requests, up to a number or for some time, and lets nobody begin one while it is shut."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, limit_s: float) -> None:
+        self._end_s = time.monotonic() + limit_s
         self._left, self._lock = num_requests, threading.Condition()
         self.num_begun = self.num_done = self._under_way = 0
         self._is_shut, self.hold_at = False, num_requests
 
     def enter(self) -> bool:
-        """Begin a request; False when all were made."""
+        """Begin a request; False when all were made, or the time is over."""
         with self._lock:
             self._lock.wait_for(lambda: not self._left or not (self._is_shut or self.num_begun >= self.hold_at))
-            if not self._left:
+            if not self._left or time.monotonic() > self._end_s:
+                self._left = 0
+                self._lock.notify_all()
                 return False
             self._left -= 1
             self.num_begun += 1
@@ -96,9 +99,9 @@ class Turnstile:
             self._lock.notify_all()
 
     def wait_for(self, num_done: int) -> None:
-        """Until so many are over."""
+        """Until so many are over, or all that there will be."""
         with self._lock:
-            self._lock.wait_for(lambda: self.num_done >= num_done)
+            self._lock.wait_for(lambda: self.num_done >= num_done or not (self._left or self._under_way))
 
 
 class Client(threading.Thread):
@@ -135,7 +138,7 @@ class Client(threading.Thread):
             self._ledger.note(attempt)
             if attempt.outcome in ("complete", "left"):
                 return
-            self._ledger.counts["retries"] += 1
+            self._ledger.retried()
             if number >= len(self._replicas):
                 if time.monotonic() > end_s:
                     break

@@ -176,6 +176,18 @@ class Replica:
             text = http.get("/metrics").raise_for_status().text
         life.counters, life.read_s = counters_in(text), time.monotonic()
 
+    def tracebacks(self) -> list[str]:
+        """Errors with a traceback in the log, each by its last line."""
+        found, inside = [], False
+        for line in (self.home / "log").read_text(errors="replace").splitlines():
+            said = re.sub(r"^\([^)]*\)\s*(ERROR [^]]*\])?", "", line)  # the process, time and place before it
+            if "Traceback (most recent call last)" in said:
+                inside = True
+            elif inside and said.strip() and not said.startswith("  "):
+                found.append(said.strip()[:300])
+                inside = False
+        return found
+
     def rss_bytes(self) -> dict[str, int]:
         """Resident memory, by process."""
         process = self._process

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Literal, NamedTuple
 
 from benchmarks.soak.deployment import OF_READING, Life
-from benchmarks.soak.work import ANSWER_TOKENS, Question, References, Text, subsets
+from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, References, Text, subsets
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.params import VllmMode
 
@@ -71,9 +71,14 @@ class Stored:
         """Whether it is on the replica's own disk for sure."""
         return self._done_s.get((attempt.tenant, text.number, attempt.replica), float("inf")) < attempt.start_s
 
+    def is_anothers(self, attempt: Attempt, text: Text) -> bool:
+        """Whether another namespace has it, and the attempt's own cannot have."""
+        sent = self.namespaces()
+        return not self.may_hit(attempt, text) and any((tenant, text.number) in sent for tenant in TENANTS)
+
     def namespaces(self) -> set[tuple[str, int]]:
         """Everything that was ever asked to be ingested."""
-        return set(self._sent_s)
+        return set(self._sent_s.copy())
 
 
 class Ledger:
@@ -96,8 +101,23 @@ class Ledger:
             self.problems += [f"{kind}: {what}" for kind, what in problems]
             if attempt.outcome == "complete":
                 self.counts[f"answered_{attempt.mode}{'_at_1' if attempt.ratio == 1.0 else ''}"] += 1
-            if attempt.token_ids and attempt.mode != "ingest" and not attempt.is_fresh and attempt.report:
-                self.counts["answers_compared"] += 1
+                self._note_variety(attempt)
+
+    def _note_variety(self, attempt: Attempt) -> None:
+        """How much there was to go wrong."""
+        if attempt.mode == "ingest" or attempt.report is None:
+            return
+        self.counts["answers_compared"] += not attempt.is_fresh
+        if attempt.looks_up:
+            num_hits, num_chunks = attempt.report.num_chunk_hits, len(attempt.question.texts)
+            self.counts[f"found_{'all' if num_hits == num_chunks else 'some' if num_hits else 'none'}"] += 1
+            anothers = sum(self.stored.is_anothers(attempt, text) for text in attempt.question.texts)
+            self.counts["chunks_only_others_have"] += anothers
+
+    def retried(self) -> None:
+        """A request goes to the other replica."""
+        with self._lock:
+            self.counts["retries"] += 1
 
     def of(self, replica: str) -> list[Attempt]:
         """Attempts at one replica that are over."""
@@ -193,6 +213,7 @@ def sums(life: Life, attempts: Iterable[Attempt]) -> list[Sum]:
     bounds = {
         "ragblend_requests_total": (len(certain), len(complete) + len(begun)),
         "finished_length": (len(complete), len(complete) + len(begun)),
+        "finished_abort": (0, len(begun)),
         "finished_stop": (0, 0),
         "finished_error": (0, 0),
         "generation_tokens_total": (got, got + sum(each.max_tokens - len(each.token_ids) for each in begun)),

@@ -1,0 +1,199 @@
+"""`benchmarks.soak` sees what it is there to see: wrong answers, foreign and lost chunks, counters that are off, leaks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.soak.deployment import OF_READING, Life, counters_in
+from benchmarks.soak.ledger import Attempt, Ledger, Stored, judge, sums
+from benchmarks.soak.memory import Sample, growth
+from benchmarks.soak.work import Question, Reference, References, Text
+from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.prompt.prompt import SegmentedPrompt
+
+TEXTS = (Text(0, (5, 6), ("acme", "globex")), Text(1, (7, 8), ("globex",)))
+QUESTION = Question(0, SegmentedPrompt([], "?"), (1, 5, 6, 7, 8, 9), ((1, 3), (3, 5)), ((0, 0), (0, 0)), TEXTS)
+FULL, BLENDED = tuple(range(10, 18)), tuple(range(20, 28))
+REFERENCES = References(
+    {
+        (0, "full", frozenset()): Reference(FULL),
+        (0, "blend", frozenset({0})): Reference(BLENDED),
+        (0, "blend", frozenset({1})): Reference(FULL[:3]),
+        (0, "blend", frozenset({0, 1})): Reference(FULL[:1]),
+    },
+    5.0,
+)
+
+
+def report(*hits: int, mode: Any = "blend", **more: Any) -> BlendReport:
+    chunks = [ChunkReport("", 2, hit=position in hits) for position in range(2)]
+    return BlendReport(mode, num_chunks=2, num_chunk_hits=len(hits), chunks=chunks, **more)
+
+
+def attempt(*hits: int, tokens: tuple[int, ...] = BLENDED, mode: Any = "blend", **more: Any) -> Attempt:
+    values = {"ratio": None, "is_fresh": False, "end_s": 20.0, "outcome": "complete", **more}
+    told = values.pop("report", report(*hits, mode=mode))
+    start_s = values.pop("start_s", 10.0)
+    return Attempt(
+        "replica-0", "acme", mode, question=QUESTION, start_s=start_s, token_ids=list(tokens), report=told, **values
+    )
+
+
+def stored(*ingested: tuple[str, int, float, float]) -> Stored:
+    found = Stored()
+    for tenant, number, sent_s, done_s in ingested:
+        found.sent(tenant, TEXTS[number], sent_s)
+        found.done(tenant, TEXTS[number], "replica-0", done_s)
+    return found
+
+
+FIRST = stored(("acme", 0, 1.0, 2.0))
+
+
+def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
+    return [kind for kind, _ in judge(found, REFERENCES, chunks)]
+
+
+def test_a_right_answer_is_right() -> None:
+    assert kinds(attempt(0)) == []
+    assert kinds(attempt(tokens=FULL, mode="full")) == []
+    assert kinds(attempt(0, tokens=FULL, ratio=1.0)) == []
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_one_other_token_is_a_wrong_answer(position: int) -> None:
+    assert kinds(attempt(0, tokens=(*BLENDED[:position], 99, *BLENDED[position + 1 :]))) == ["wrong_answers"]
+
+
+def test_an_answer_is_held_against_the_chunks_that_were_hits() -> None:
+    assert kinds(attempt(0, tokens=FULL)) == ["wrong_answers"]  # full prefill's, though a chunk was reused
+    assert kinds(attempt(tokens=BLENDED), stored()) == ["wrong_answers"]  # reuse's, though nothing was a hit
+    assert kinds(attempt(tokens=FULL), stored()) == []
+    assert kinds(attempt(0, ratio=1.0)) == ["wrong_answers"]  # at ratio 1.0 it must be full prefill's
+
+
+def test_an_answer_that_is_too_short_is_wrong() -> None:
+    assert kinds(attempt(0, tokens=BLENDED[:7])) == ["wrong_answers"]
+
+
+def test_a_hit_of_what_was_never_ingested_in_that_namespace_is_foreign() -> None:
+    others = stored(("acme", 0, 1.0, 2.0), ("globex", 1, 1.0, 2.0))
+    assert kinds(attempt(0, 1, tokens=FULL), others) == ["foreign_hits"]
+    late = stored(("acme", 0, 20.5, 21.0))  # sent after the answer had come
+    assert kinds(attempt(0), late) == ["foreign_hits"]
+
+
+def test_a_miss_of_what_the_replica_stores_is_a_lost_chunk() -> None:
+    assert kinds(attempt(tokens=FULL)) == ["lost_chunks"]
+    assert kinds(attempt(tokens=FULL), stored(("acme", 0, 1.0, 10.5))) == []  # not yet there when it was asked
+    assert kinds(replace(attempt(tokens=FULL), replica="replica-1")) == []  # the other replica's disk
+    assert kinds(attempt(tokens=FULL, mode="prefix")) == []
+
+
+def test_reports_that_cannot_be_are_told() -> None:
+    assert kinds(attempt(0, report=None)) == ["without_report"]
+    assert kinds(attempt(0, report=report(0, refused_reason="no"))) == ["refused"]
+    assert kinds(attempt(0, report=replace(report(0), num_chunk_hits=2))) == ["wrong_reports"]
+    assert "wrong_reports" in kinds(attempt(0, tokens=FULL, mode="full"))
+
+
+def test_what_came_before_a_client_hung_up_is_the_beginning_of_a_right_answer() -> None:
+    def left(*tokens: int) -> list[str]:
+        return kinds(attempt(tokens=tokens, outcome="left", report=None))
+
+    assert left() == left(*BLENDED[:3]) == left(*FULL[:2]) == []
+    assert left(11) == left(20, 11) == ["wrong_answers"]
+
+
+def life(attempts: list[Attempt], **off: float) -> Any:
+    found = Life("replica-0 1", 0.0, read_s=100.0)
+    for each in sums(found, attempts):
+        found.counters[each.counter] = each.smallest + OF_READING.get(each.counter, 0) + off.get(each.counter, 0.0)
+    return found
+
+
+SEEN = [
+    attempt(0, report=report(0, num_reused_tokens=2, num_recomputed_tokens=1)),
+    attempt(tokens=FULL, mode="full"),
+    attempt(tokens=(1,), mode="ingest"),
+    attempt(tokens=(1,), mode="ingest", report=report(0, mode="full")),  # it was there already
+]
+
+
+@pytest.mark.parametrize("counter", [each.counter for each in sums(Life("x", 0.0, read_s=100.0), SEEN)])
+def test_a_counter_that_is_one_off_does_not_add_up(counter: str) -> None:
+    assert all(each.is_right for each in sums(life(SEEN), SEEN))
+    for off in (1.0, -1.0):
+        wrong = [each.counter for each in sums(life(SEEN, **{counter: off}), SEEN) if not each.is_right]
+        assert wrong == [counter]
+
+
+def test_sums_are_of_what_was_answered() -> None:
+    found = {each.counter: each.smallest for each in sums(Life("x", 0.0, read_s=100.0), SEEN)}
+    assert found["ragblend_requests_total"] == found["finished_length"] == 4
+    assert (found["ragblend_chunk_hits_total"], found["ragblend_chunk_misses_total"]) == (2, 1)
+    assert found["ragblend_ingested_chunks_total"] == 1
+    assert (found["ragblend_reused_tokens_total"], found["ragblend_recomputed_tokens_total"]) == (2, 1)
+    assert found["generation_tokens_total"] == 18
+
+
+def test_only_what_was_left_leaves_room_in_a_counter() -> None:
+    left = attempt(tokens=(), outcome="left", report=None)
+    begun = attempt(tokens=BLENDED[:3], outcome="left", report=None)
+    refused = attempt(tokens=(), outcome="refused", report=None)
+    bounds = {each.counter: each[3:] for each in sums(Life("x", 0.0, read_s=100.0), [*SEEN, left, begun, refused])}
+    assert bounds["ragblend_requests_total"] == (5, 6)
+    assert bounds["finished_length"] == (4, 6)
+    assert bounds["ragblend_chunk_hits_total"] == (2, 6)
+    assert bounds["generation_tokens_total"] == (21, 21 + 8 + 5)
+
+
+def test_attempts_of_another_life_do_not_count() -> None:
+    lives = [Life("x", 0.0, read_s=15.0), Life("x", 21.0, read_s=100.0)]
+    assert all(each.largest == 0 for one in lives for each in sums(one, SEEN))
+
+
+@given(st.floats(0.5, 50), st.integers(0, 2**32))
+def test_growth_beyond_the_noise_is_seen(slope: float, seed: int) -> None:
+    dice = random.Random(seed)
+    samples = [Sample(n * 10, int((500 + slope * n / 100 + dice.gauss(0, 0.2)) * 2**20)) for n in range(1000)]
+    found = growth("engine", samples)
+    assert found.slope == pytest.approx(slope, abs=0.1)
+    assert found.is_flat is False
+
+
+def test_memory_that_is_taken_while_warming_up_is_no_growth() -> None:
+    dice = random.Random(0)
+    samples = [Sample(n, int((500 + min(n, 300) + dice.gauss(0, 0.2)) * 2**20)) for n in range(1000)]
+    found = growth("engine", samples)
+    assert found.is_flat
+    assert found.slope == pytest.approx(0, abs=0.2)
+    assert found.first_mib < 505
+    assert found.warm_mib > 790
+
+
+def test_too_few_samples_have_no_slope() -> None:
+    assert growth("engine", [Sample(0, 1 << 20), Sample(10, 2 << 20)]).is_flat is None
+
+
+def test_a_ledger_counts_what_it_is_told() -> None:
+    ledger = Ledger(REFERENCES, FIRST)
+    for each in (attempt(0), attempt(0, tokens=FULL), attempt(tokens=(), outcome="cut", report=None)):
+        ledger.note(each)
+    ledger.retried()
+    ledger.fail("errors", "500")
+    counts = ledger.counts
+    assert (counts["answered_blend"], counts["answers_compared"], counts["found_some"]) == (2, 2, 2)
+    assert (counts["wrong_answers"], counts["attempts_cut"], counts["retries"], counts["errors"]) == (1, 1, 1, 1)
+    assert [problem.partition(":")[0] for problem in ledger.problems] == ["wrong_answers", "errors"]
+
+
+def test_series_are_summed_over_their_labels() -> None:
+    text = 'vllm:hits_total{tier="disk"} 2.0\nvllm:hits_total{tier="memory"} 3.0\nvllm:hits_created{tier="disk"} 1e9\n'
+    assert counters_in(text) == {"hits_total": 5.0}
