@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.deployment import Replica, key_of
+from benchmarks.soak.deployment import Served, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, never
 from ragblend.engine.vllm.answer import sampling
@@ -108,7 +108,7 @@ class Client(threading.Thread):
     """One of the clients. `error` is what ended it, if that was not the last request."""
 
     def __init__(
-        self, number: int, seed: int, work: Work, replicas: Sequence[Replica], ledger: Ledger, turnstile: Turnstile,
+        self, number: int, seed: int, work: Work, replicas: Sequence[Served], ledger: Ledger, turnstile: Turnstile,
         fresh: deque[Text],
     ) -> None:  # fmt: skip
         super().__init__(name=f"client-{number}", daemon=True)
@@ -176,7 +176,7 @@ class Client(threading.Thread):
 
     # -- asking
 
-    def _try(self, http: httpx.Client, wish: Wish, replica: Replica) -> Attempt:
+    def _try(self, http: httpx.Client, wish: Wish, replica: Served) -> Attempt:
         attempt = Attempt(
             replica.name, wish.tenant, wish.mode, wish.ratio, wish.question, wish.is_fresh, time.monotonic()
         )

@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -104,15 +105,41 @@ class Life:
     counters: dict[str, float] = field(default_factory=dict)  # then
 
 
-class Replica:
+class Served:
+    """A server that runs, as clients see it: where it is, and its lives with their counters."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url = name, url
+        self.lives: list[Life] = []
+        self._before: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Clients begin now; what was counted before is not theirs."""
+        self._before = self._counters()
+        self.lives.append(Life(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
+
+    def read_counters(self) -> None:
+        """Note what `/metrics` says. Nothing may be under way; what was counted last is brought out by a step more."""
+        life, now = self.lives[-1], self._counters()
+        life.counters = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
+        life.read_s = time.monotonic()
+
+    def _counters(self) -> dict[str, float]:
+        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60) as http:
+            time.sleep(2.0)  # those who hung up last are still being aborted
+            http.post("/v1/completions", json=READING_BODY).raise_for_status()
+            time.sleep(1.0)
+            return counters_in(http.get("/metrics").raise_for_status().text)
+
+
+class Replica(Served):
     """One `ragblend serve` with a store of its own, and all the processes it starts."""
 
     def __init__(self, name: str, home: Path, remote: str, keys: Path, threads: int) -> None:
-        self.name, self.home, self.port = name, home, free_port()
+        self.home, self.port = home, free_port()
+        super().__init__(name, f"http://127.0.0.1:{self.port}")
         home.mkdir()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.store = home / "kv"
-        self.lives: list[Life] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(self.store)]
         self._command += ["--keys", str(keys), "--remote", remote, "--port", str(self.port), *ON_CPU]
@@ -166,16 +193,6 @@ class Replica:
             self.kill()
         self._process = None
 
-    def read_counters(self) -> None:
-        """Note what `/metrics` says. Nothing may be under way; what was counted last is brought out by a step more."""
-        life = self.lives[-1]
-        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60) as http:
-            time.sleep(2.0)  # those who hung up last are still being aborted
-            http.post("/v1/completions", json=READING_BODY).raise_for_status()
-            time.sleep(1.0)
-            text = http.get("/metrics").raise_for_status().text
-        life.counters, life.read_s = counters_in(text), time.monotonic()
-
     def tracebacks(self) -> list[str]:
         """Errors with a traceback in the log, each by its last line."""
         found, inside = [], False
@@ -220,14 +237,18 @@ def counters_in(text: str) -> dict[str, float]:
     return found
 
 
-def write_keys(path: Path, tenants: Sequence[str]) -> None:
-    """A file of keys: each of `tenants` may ask and ingest."""
-    grants: Mapping[str, object] = {
+def grants(tenants: Sequence[str]) -> dict[str, Any]:
+    """API keys of a keys file: each of `tenants` may ask and ingest."""
+    return {
         **{key_of(tenant): {"namespace": tenant, "rights": ["ask", "ingest"]} for tenant in tenants},
         ADMIN_KEY: {"namespace": "operations", "rights": ["admin"]},
     }
+
+
+def write_keys(path: Path, tenants: Sequence[str]) -> None:
+    """The keys file."""
     path.touch(mode=0o600)
-    path.write_text(json.dumps({"open": ["/health"], "keys": grants}))
+    path.write_text(json.dumps({"open": ["/health"], "keys": grants(tenants)}))
 
 
 def _session_of(leader: int) -> list[int]:

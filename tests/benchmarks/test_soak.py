@@ -1,4 +1,4 @@
-"""`benchmarks.soak` sees what it is there to see: wrong answers, foreign and lost chunks, counters that are off, leaks."""
+"""`benchmarks.soak` sees what it is there to see: wrong answers, foreign and lost chunks, counters, leaks."""
 
 from __future__ import annotations
 
