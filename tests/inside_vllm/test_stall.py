@@ -15,6 +15,7 @@ from harness import ask, connector_worker, engine, ingest, random_ids, tokens
 from harness import report as report_of
 
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import DamagedEntryError
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
@@ -181,3 +182,15 @@ def test_an_engine_with_nothing_else_to_do_does_not_spin(llm, monkeypatch):
             num_steps += 1
     read_s = sum(end_s - start_s for start_s, end_s in reads)
     assert num_steps < 250 * read_s
+
+
+@pytest.mark.parametrize("mode", ["blend", "reuse"])
+def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_collection(llm, monkeypatch, mode):
+    with slow_disk(monkeypatch):
+        gc.disable()
+        try:
+            ask(llm, IDS, {"mode": mode, "spans": SPANS})
+            left = [type(each).__name__ for each in gc.get_objects() if isinstance(each, PagedKV | PagedSource)]
+        finally:
+            gc.enable()
+    assert left == []

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,6 +138,18 @@ class PagedKV:
         return self._last[1]
 
 
+class _Arrived:
+    """What the reader has read, until it is waited for. The loader knows this and not its owner: in a circle both, and
+    the request's layers with them, would stay until the garbage collector's next round."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Stored]] = {}
+
+    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """Called by the loader: keep one chunk's layer."""
+        self.layers.setdefault(layer, []).append(Stored(rows, LayerKV(keys, values)))
+
+
 class PagedSource:
     """LayerSource that reads ahead in a thread and places in the caller's: vLLM's cache has one writer.
 
@@ -157,7 +170,7 @@ class PagedSource:
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, moves: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
-        self._read: dict[int, list[Stored]] = {}
+        self._read = _Arrived()
         self._movable = {each.start for each in placements if moves and not each.exact}
         self._waiting: dict[int, list[Stored]] = {}  # to be moved
         self._place_s = 0.0
@@ -165,9 +178,9 @@ class PagedSource:
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
-            self,
+            self._read,
             torch.device("cpu") if moves else layers.device,
-            first_layer=self._first_layer if layers.num_ranks == 1 else None,
+            first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
         self.ready, self.done = self._loader.ready, self._loader.done
 
@@ -190,21 +203,13 @@ class PagedSource:
         """Seconds that fusing waited for."""
         return self._loader.stall_s + self._place_s
 
-    def _first_layer(self, token_ids: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, T, D] of layer 0."""
-        return self._layers.project_kv(0, self._layers.embed(token_ids.to(self._layers.device)))
-
-    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Called by the loader: keep one chunk's layer until it is waited for."""
-        self._read.setdefault(layer, []).append(Stored(rows, LayerKV(keys, values)))
-
     def wait(self, layer: int) -> None:
         """Block until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry, on all ranks."""
         if self._layers.num_ranks > 1:
             self._agree(layer)
         self._loader.wait(layer)
         start_s = perf_counter()
-        read = self._read.pop(layer, [])
+        read = self._read.layers.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
         waiting = [each for each in read if each.rows.start in movable]
         self._paged.place(layer, [each for each in read if each.rows.start not in movable])
@@ -252,6 +257,11 @@ class PagedSource:
             return
         self._loader.__exit__(*error)
         assert not self._waiting, "a layer was not moved: its blocks are empty"
+
+
+def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
+    """Pre-RoPE keys and values [H, T, D] of layer 0."""
+    return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
 def _side_by_side(stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Stored]]]:
