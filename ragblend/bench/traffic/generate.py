@@ -52,7 +52,7 @@ KINDS: dict[str, Traffic] = {
     "sessions": Traffic(num_sessions=40, turns=6, chunks_per_turn=2, edit_every=50),
     "questions": Traffic(num_sessions=240, edit_every=50),
     "agents": Traffic(
-        num_sessions=12, turns=20, chunks_per_turn=0, chunk_words=600, system_words=600, question_words=250,
+        num_sessions=16, turns=14, chunks_per_turn=0, chunk_words=600, system_words=600, question_words=250,
         answer_words=120, num_documents=20,
     ),
 }  # fmt: skip

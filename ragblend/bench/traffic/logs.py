@@ -37,6 +37,9 @@ _HIDDEN = re.compile(r"^[.~]")
 _VLLM = re.compile(r"(?:Received request|Request) (\S+?):?(?: details)?: prompt: (.+?), (?:params|prompt_token_ids): ")
 
 
+Log = io.BufferedReader | gzip.GzipFile
+
+
 @dataclass(slots=True)
 class Broken:
     """What could not be read: how much, and where the first of it stands."""
@@ -82,16 +85,16 @@ def values_in(path: Path | str, broken: Broken) -> Iterator[tuple[str, Any]]:
         broken.add(str(path), f"cannot be read on: {why}")
 
 
-def _opened(path: Path | str) -> io.BufferedReader:
+def _opened(path: Path | str) -> Log:
     """The file's bytes, unpacked where it is gzip."""
     raw: BinaryIO = sys.stdin.buffer if path == STDIN else cast(BinaryIO, os.fdopen(open_file(path), "rb"))
     stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(Any, raw))
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        return io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=stream)), _CHUNK)
+        return gzip.GzipFile(fileobj=stream)  # with a small buffer: what stands before a damage is read
     return stream
 
 
-def _values(stream: io.BufferedReader, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
+def _values(stream: Log, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
     head = stream.peek(3)
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
@@ -110,7 +113,7 @@ def _values(stream: io.BufferedReader, name: str, broken: Broken) -> Iterator[tu
 
 
 def _lines(
-    line: bytes, number: int, stream: io.BufferedReader, name: str, broken: Broken, is_json: bool
+    line: bytes, number: int, stream: Log, name: str, broken: Broken, is_json: bool
 ) -> Iterator[tuple[str, Any]]:
     """A value per line; in a text log those lines that show a request."""
     while line:
@@ -141,7 +144,7 @@ def _logged_prompt(line: bytes) -> dict[str, Any] | None:
         return {}
 
 
-def _array(head: bytes, stream: io.BufferedReader, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
+def _array(head: bytes, stream: Log, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
     """The elements of one JSON array, read bit by bit. Behind a broken one nothing can be found again."""
     decoder, characters = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")("replace")
     text = characters.decode(head).lstrip()[1:]
@@ -167,7 +170,7 @@ def _array(head: bytes, stream: io.BufferedReader, name: str, broken: Broken) ->
         text, number, size = text[end:], number + 1, _CHUNK
 
 
-def _document(head: bytes, stream: io.BufferedReader, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
+def _document(head: bytes, stream: Log, name: str, broken: Broken) -> Iterator[tuple[str, Any]]:
     """One JSON object over many lines: the list in it where it is an export's page, else itself."""
     text = head + stream.read(MAX_DOCUMENT)
     if stream.read(1):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings
-from ragblend.engine.tuning.machine import MACHINES_DIR
+from ragblend.engine.store.disk import MACHINES_DIR
 from ragblend.engine.tuning.pipeline import MachineProfile, machine_profile_from
 from ragblend.errors import NotFoundError, RagblendError, UsageError
 from ragblend.files.reading import read_file

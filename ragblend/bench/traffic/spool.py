@@ -116,7 +116,8 @@ class Spool:
         return Spooled(np.concatenate(pieces), tuple(chunks), self._ids(*answer), namespace)
 
     def _numbers(self, place: int, count: int) -> list[int]:
-        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, place), np.int64).tolist()
+        found: list[int] = np.frombuffer(os.pread(self._file.fileno(), 8 * count, place), np.int64).tolist()
+        return found
 
     def _ids(self, place: int, count: int) -> Ids:
         return np.frombuffer(os.pread(self._file.fileno(), 4 * count, place), np.int32)
