@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import composite, integers, lists
 
+from ragblend.bench.traffic.analysis import merged
 from ragblend.bench.traffic.curve import Uses, lru_hits, most_hits, sampled, uses_of, zipf_slope
 from ragblend.bench.traffic.passages import Passages
 
@@ -121,3 +122,14 @@ def test_a_slope_needs_enough_chunks_that_differ() -> None:
     slope = zipf_slope((1000 / np.arange(1, 200) ** 0.8).astype(int))
     assert slope is not None
     assert slope[0] == pytest.approx(-0.8, abs=0.05)
+
+
+def test_chunks_that_the_same_requests_need_are_one_and_marked_ones_never() -> None:
+    first, second = ids(0, 100), ids(1, 60)
+    together, apart = Passages(), Passages()
+    for number, order in enumerate(([first, second], [ids(2, 50), first, second], [ids(3, 50), first, second])):
+        prompt = np.concatenate(order)
+        together.see(number, prompt, (), 0)
+        apart.see(number, prompt, ((len(prompt) - 160, len(prompt) - 60), (len(prompt) - 60, len(prompt))), 0)
+    assert [end - start for start, end, _ in merged(uses_of(together), together.starts)] == [160]
+    assert [end - start for start, end, _ in merged(uses_of(apart), apart.starts)] == [100, 60]

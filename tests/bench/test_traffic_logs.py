@@ -176,7 +176,9 @@ def test_what_a_file_is_shows_its_content(content: str, packed: bool, tmp_path: 
 def test_broken_lines_are_counted_and_named_and_say_nothing_of_the_text(tmp_path: Path) -> None:
     path, broken = tmp_path / "log.jsonl", Broken()
     secret = '{"prompt": "my secret'
-    path.write_bytes(lines("one").encode() + f"{secret}\n".encode() + b"\xff\xfe\n" + lines("two").encode() + b'{"a": [')
+    path.write_bytes(
+        lines("one").encode() + f"{secret}\n".encode() + b"\xff\xfe\n" + lines("two").encode() + b'{"a": ['
+    )
     assert texts_of(path, broken) == ["one", "two"]
     assert broken.count == 3
     assert [place.split(": ")[0] for place in broken.places] == [f"{path}:{number}" for number in (2, 3, 5)]
@@ -232,9 +234,12 @@ def test_stdin_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NAMES = sampled_from(
-    "messages prompt role content type text body request response inputs outputs input run_type traceId timestamp time "
-    "kwargs id tool_calls extras chunk_id data tools params kv_transfer_params ragblend spans system".split()
-)
+    [
+        "messages", "prompt", "role", "content", "type", "text", "body", "request", "response", "inputs", "outputs",
+        "input", "run_type", "traceId", "timestamp", "time", "kwargs", "id", "tool_calls", "extras", "chunk_id", "data",
+        "tools", "params", "kv_transfer_params", "ragblend", "spans", "system",
+    ]
+)  # fmt: skip
 WORDS = sampled_from(["llm", "GENERATION", "user", "text", "image", "[", "{}", "[[1]]"])
 JSON_VALUES = recursive(
     none() | booleans() | integers() | floats() | text(max_size=5) | WORDS,

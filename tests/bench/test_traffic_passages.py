@@ -99,7 +99,7 @@ def test_prefixes_are_those_of_all_prompts_before(prompts: list[list[int]], logg
             longest = max(longest, int(same[0]) if len(same) else count)
         assert cache.see(ids, answer, 0) == min(longest, len(ids) - 1) // BLOCK * BLOCK
         seen.append(np.concatenate((ids, answer)))
-    
+
 
 def test_a_prefix_cache_keeps_no_more_than_its_capacity() -> None:
     cache = PrefixCache(capacity=1000)

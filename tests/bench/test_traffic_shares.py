@@ -166,7 +166,7 @@ def test_seconds_are_those_of_the_profile() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("questions", ": worth it"), ("agents", "hardly worth it, because 93%")],
+    [("questions", ": worth it"), ("agents", "not worth it, because 91%")],
 )
 def test_the_verdict_says_yes_or_no_and_why(kind: str, words: str, tmp_path: Path) -> None:
     assert words in verdict(analyze([write(tmp_path / "log", made(kind, Estimate()))], Estimate()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office",
 
 def request(number: int, **more: Any) -> dict[str, Any]:
     """Three passages in an order of its own, and a question."""
-    chosen = [PASSAGES[(number * 3 + place * (1 + number % 3)) % len(PASSAGES)] for place in range(3)]
+    chosen = random.Random(number).sample(PASSAGES, 3)
     return {"messages": [{"role": "user", "content": "\n\n".join([*chosen, f"question {number}?"])}], **more}
 
 
@@ -53,7 +54,7 @@ def test_a_folder_of_logs_is_one_json_object(folder: Path, capsys: pytest.Captur
     assert facts["schema_version"] == 1
     assert (facts["num_requests"], facts["order"], facts["tokens_are_estimated"]) == (90, "file", True)
     assert sum(facts["shares"].values()) == pytest.approx(1)
-    assert facts["shares"]["elsewhere"] > 0.5
+    assert facts["shares"]["elsewhere"] > 0.4
     assert facts["curve"][-1]["bytes"] == 1000 * facts["curve"][-1]["tokens"]
     assert facts["curve"][-1]["lru"] == pytest.approx(facts["shares"]["elsewhere"])
     assert all(point["lru"] <= point["most"] + 1e-9 for point in facts["curve"])
@@ -117,7 +118,7 @@ def test_a_picture_is_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         (("none.jsonl",), 3, "there is no none.jsonl"),
         (("empty",), 3, "there is no file in empty"),
         (("other.jsonl",), 1, "no request in other.jsonl"),
-        (("logs", "--ratio", "2"), 2, "choose 0 to 1"),
+        (("logs", "--ratio", "2"), 2, "choose 0 (full reuse)"),
         (("logs", "--kv-bytes-per-token", "-1"), 2, "give 0 or more"),
         (("logs", "--separator", " "), 2, "separator is ' '"),
         (("logs", "--rule", "best"), 2, "rule 'best' is unknown"),

@@ -195,7 +195,7 @@ class _Trace:
         tokens, prefix, elsewhere = (int(np.frombuffer(each, np.int32).sum()) for each in self._shapes)
         orders = {0: "file", len(spool): "time"}
         curve, curve_share = _curve(uses, tokens, elsewhere)
-        passages = merged(uses)
+        passages = merged(uses, self._passages.starts)
         return Analysis(
             traces=tuple(traces),
             num_requests=len(spool),
@@ -248,15 +248,20 @@ class _Trace:
         return Passage(xxhash.xxh3_64_hexdigest(ids.tobytes()), end - start, count, text)
 
 
-def merged(uses: Uses) -> list[tuple[int, int, int]]:
-    """(start, end, requests) of chunks, neighbours that the same number of requests need taken together."""
+def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end, requests) of chunks; neighbours that the same requests need are one, unless one `begins` there."""
     found: list[tuple[int, int, int]] = []
-    counts = uses.counts.tolist()
-    for start, size, count in zip(uses.starts.tolist(), uses.sizes.tolist(), counts, strict=True):
-        if found and found[-1][1] == start and found[-1][2] == count:
+    marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
+    np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    apart = np.isin(uses.starts, np.asarray(begins, np.int64)).tolist()
+    last = None
+    columns = (uses.starts.tolist(), uses.sizes.tolist(), uses.counts.tolist(), marks.tolist(), apart)
+    for start, size, count, mark, begins_here in zip(*columns, strict=True):
+        if found and not begins_here and found[-1][1] == start and (count, mark) == last:
             found[-1] = (found[-1][0], start + size, count)
         else:
             found.append((start, start + size, count))
+        last = (count, mark)
     return found
 
 
