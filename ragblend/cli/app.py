@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ragblend.cli.analyze import analyze
 from ragblend.cli.ask import ask, chat, explain, search
 from ragblend.cli.bench import bench_app
 from ragblend.cli.calibrate import calibrate_app
@@ -147,6 +148,7 @@ for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_ke
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
+app.command()(analyze)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)

@@ -55,10 +55,14 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "top": ("top", "top http://replica-0:8000 http://replica-1:8000 --every 5", "top --once --json"),
     },
     "Measure": {
+        "analyze": (
+            "analyze requests.jsonl.gz",
+            "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
+        ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
             "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",
-        )
+        ),
     },
 }
 

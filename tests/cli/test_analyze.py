@@ -1,0 +1,178 @@
+"""`ragblend analyze` as a stranger types it: odd logs, one JSON object, no word of the texts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+
+from ragblend.bench.traffic.models import kv_bytes_per_token
+from ragblend.demo import WEIGHTS
+from ragblend.engine.tuning.pipeline import MachineProfile
+
+PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office", "rent") * 15) for number in range(8)]
+
+
+def request(number: int, **more: Any) -> dict[str, Any]:
+    """Three passages in an order of its own, and a question."""
+    chosen = random.Random(number).sample(PASSAGES, 3)
+    return {"messages": [{"role": "user", "content": "\n\n".join([*chosen, f"question {number}?"])}], **more}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with gzip.open("logs/a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(request(number)) + "\n" for number in range(60))
+    Path("logs/b.json").write_text(json.dumps([request(number) for number in range(60, 90)]), encoding="utf-8")
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run_command("analyze", *arguments)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def found_in(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 0, err
+    facts: dict[str, Any] = json.loads(out)
+    return facts
+
+
+def test_a_folder_of_logs_is_one_json_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = found_in(capsys, "logs", "--kv-bytes-per-token", "1000")
+    assert facts["schema_version"] == 1
+    assert (facts["num_requests"], facts["order"], facts["tokens_are_estimated"]) == (90, "file", True)
+    assert sum(facts["shares"].values()) == pytest.approx(1)
+    assert facts["shares"]["elsewhere"] > 0.4
+    assert facts["curve"][-1]["bytes"] == 1000 * facts["curve"][-1]["tokens"]
+    assert facts["curve"][-1]["lru"] == pytest.approx(facts["shares"]["elsewhere"])
+    assert all(point["lru"] <= point["most"] + 1e-9 for point in facts["curve"])
+    assert facts["verdict"].endswith("worth it (of 90 requests only: log more)")
+
+
+def test_nothing_of_the_texts_is_printed_unless_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("logs/c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
+    for arguments in (("logs",), ("logs", "--json"), ("logs", "--separator", "[[RB]]")):
+        code, out, err = run(capsys, *arguments)
+        assert code == 0
+        assert not [word for word in ("lease", "signed", "office", "question") if word in out + err]
+    assert "lease" in run(capsys, "logs", "--show-texts")[1]
+
+
+def test_broken_lines_are_named_and_the_rest_is_analysed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("logs/c.jsonl").open("w", encoding="utf-8") as file:
+        file.write(json.dumps(request(1)) + '\n{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
+    facts = found_in(capsys, "logs")
+    assert facts["num_requests"] == 91
+    assert facts["num_broken"] == 1
+    assert facts["broken"][0].startswith("logs/c.jsonl:2: no JSON")
+    assert facts["num_other"] == 2
+    assert "1 broken: logs/c.jsonl:2" in run(capsys, "logs")[1]
+
+
+def test_a_model_counts_its_tokens_and_its_kv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoConfig
+
+    facts = found_in(capsys, "logs", "--model", str(WEIGHTS))
+    assert not facts["tokens_are_estimated"]
+    config = AutoConfig.from_pretrained(WEIGHTS)
+    itemsize = 4 if "float32" in str(config.dtype) else 2
+    expected = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * itemsize
+    assert facts["kv_bytes_per_token"] == expected == kv_bytes_per_token(config)
+
+
+def test_a_profile_gives_seconds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = MachineProfile(
+        "f", {"ranks": 1}, num_layers=32, bytes_per_token=1 << 17, prefill_s=((100.0, 0.1), (1000.0, 1.5)),
+        bytes_per_s={"disk": 2e9},
+    )  # fmt: skip
+    Path("profile.json").write_text(json.dumps({"schema_version": 1, **profile.as_dict()}), encoding="utf-8")
+    facts = found_in(capsys, "logs", "--profile", "profile.json")
+    saving = facts["saving"]
+    assert saving["unit"] == "seconds"
+    assert saving["full"] > saving["prefix"] > saving["blend"] > 0
+    assert facts["kv_bytes_per_token"] == 1 << 17
+    assert facts["ratio"] == 0.05, "that of the rule of a deep model"
+    assert " s " in run(capsys, "logs", "--profile", "profile.json")[1]
+
+
+def test_a_picture_is_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "logs", "--plot", "out/analyze.png")[0] == 0
+    assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("none.jsonl",), 3, "there is no none.jsonl"),
+        (("empty",), 3, "there is no file in empty"),
+        (("other.jsonl",), 1, "no request in other.jsonl"),
+        (("logs", "--ratio", "2"), 2, "choose 0 (full reuse)"),
+        (("logs", "--kv-bytes-per-token", "-1"), 2, "give 0 or more"),
+        (("logs", "--separator", " "), 2, "separator is ' '"),
+        (("logs", "--rule", "best"), 2, "rule 'best' is unknown"),
+        (("logs", "--profile", "none.json"), 3, "ragblend profile"),
+        (("logs", "--profile", "other.jsonl"), 2, "machine profile"),
+        (("logs", "--model", "nowhere/at-all"), 3, "nowhere/at-all"),
+    ],
+)
+def test_errors_name_the_value_and_what_to_do(
+    folder: Path, arguments: tuple[str, ...], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    Path("other.jsonl").write_text('{"level": "info"}\n', encoding="utf-8")
+    ended, out, err = run(capsys, *arguments)
+    assert (ended, out) == (code, "")
+    assert words in err
+
+
+def test_odd_requests_are_counted_like_any_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd: list[Any] = [
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": None}], "timestamp": "not a time"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": "\ud83d lone surrogate"}]},
+        {"messages": [{"role": "user", "content": "租约由谁签署？" * 40}]},
+        {"messages": [{"role": "user", "content": "‏من وقع عقد الإيجار؟ " * 40}]},
+        {"prompt": ""},
+        {"prompt": [10, 11, 12], "timestamp": 1e400},
+        {"prompt": [10, 11, 12], "timestamp": -1e18},
+    ]
+    Path("odd.jsonl").write_text("".join(json.dumps(each) + "\n" for each in odd * 2), encoding="utf-8")
+    facts = found_in(capsys, "odd.jsonl")
+    assert facts["num_requests"] == 2 * (len(odd) - 1)
+    assert (facts["num_other"], facts["num_media"], facts["num_broken"]) == (2, 2, 0)
+    for arguments in ((), ("--model", str(WEIGHTS))):
+        assert sum(found_in(capsys, "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
+
+
+def test_a_log_can_be_piped(folder: Path) -> None:
+    log = "".join(json.dumps(request(number)) + "\n" for number in range(20))
+    ended = subprocess.run(
+        [sys.executable, "-m", "ragblend", "analyze", "-", "--json"],
+        input=log.encode(), capture_output=True, check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin", "XDG_CONFIG_HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert json.loads(ended.stdout)["num_requests"] == 20
+
+
+def test_texts_that_a_store_knows_are_chunks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+
+    assert found_in(capsys, "logs")["marked_share"] == 0
+    Path("kv").mkdir()
+    ChunkRegistry(Path("kv") / REGISTRY_FILE).add(PASSAGES)
+    facts = found_in(capsys, "logs", "--store", "kv")
+    assert facts["marked_share"] > 0.9
+    assert len(facts["chunks"]) == len(PASSAGES)
