@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from continued import Continued
 from harness import ask, ask_all, engine, ingest, random_ids, reading_at, recorded_selections, report, tokens
 from reference import Span
+
+from ragblend.engine.vllm import layers as vllm_layers
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
 RULES = ("cacheblend", "cacheblend_k", "first_k", "auto", "ask")
@@ -77,26 +80,59 @@ DEEP = {"gemma2": 3, "gemma3": 5}  # a later one that is global, elsewhere 4
 PLAIN = ("llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.smoke), *PLAIN[1:], *FIRST_GLOBAL])
-def family(request: pytest.FixtureRequest) -> str:
-    """A family's name."""
+TOGETHER = ("llama together", *(f"{family} together" for family in FIRST_GLOBAL))  # as on a GPU, where it pays
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("llama", marks=pytest.mark.smoke), *PLAIN[1:], *FIRST_GLOBAL, *TOGETHER]
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A family's name, and whether scattered rows attend together instead of one by one in vLLM's backend."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def store(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where its engine stores chunks."""
-    return tmp_path_factory.mktemp(f"kv-{family}")
+def family(kind: str) -> str:
+    """The family's name."""
+    return kind.split()[0]
 
 
 @pytest.fixture(scope="module")
-def served(family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
+def store(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where its engine stores chunks."""
+    return tmp_path_factory.mktemp(f"kv-{kind.replace(' ', '-')}")
+
+
+@pytest.fixture(scope="module")
+def served(kind: str, family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
     """Its engine with the chunks stored."""
     options = {"disable_hybrid_kv_cache_manager": True} if family in FIRST_GLOBAL else {}
-    with engine(checkpoint(family), store, **options) as llm:
+    with pytest.MonkeyPatch.context() as patch, engine_of(kind, checkpoint(family), store, patch, **options) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         yield family, llm
+
+
+def engine_of(kind: str, model: Path, store: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """`harness.engine`, in which all rows attend together that can where `kind` says so."""
+    if "together" in kind:
+        patch.setattr(vllm_layers, "_TOGETHER_CPU", 0.0)
+    return engine(model, store, **options)
+
+
+@contextmanager
+def counted_together() -> Iterator[list[int]]:
+    """How many rows each call of a layer had that attended together."""
+    counts: list[int] = []
+    attend = vllm_layers.VllmLayers._run
+
+    def counting(layers: Any, layer: int, hidden: Any, piece: Any, fused: Any) -> Any:
+        counts.append(len(hidden) if piece.parts else 0)
+        return attend(layers, layer, hidden, piece, fused)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_layers.VllmLayers, "_run", counting)
+        yield counts
 
 
 def assert_like_reference(
@@ -165,6 +201,17 @@ def test_a_question_read_deep_agrees_with_the_independent_cacheblend(served, sto
                     output = ask(llm, prompt.ids, blend_params(prompt, ratio, "repair"), STEPS)
                 assert report(output)["num_chunk_hits"] == 3
                 assert_like_reference(output, prompt, reference, selections[-1], ratio, "repair", layer)
+
+
+@pytest.mark.parametrize(("rule", "alone"), [("ask", 1), ("cacheblend", 0), ("cacheblend_k", 0)])
+def test_scattered_rows_attend_together_where_that_reads_less(kind, served, rule, alone):
+    """All layers but the first, whose keys are not at hand any more once the question was asked in others."""
+    _, llm = served
+    prompt = patchy_prompt()
+    with counted_together() as counts:
+        ask(llm, prompt.ids, blend_params(prompt, 0.15, rule), 1)
+    assert counts
+    assert [count > 0 for count in counts].count(False) == (alone if "together" in kind else len(counts))
 
 
 def test_stale_chunks_do_change_the_answer(served):

@@ -8,12 +8,13 @@ Knows tensors only: nothing about models, rules or storage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
@@ -43,54 +44,76 @@ class Queries(NamedTuple):
     rows: Tensor  # int64, ascending
     scale: float
     sight: Sight = PLAIN
+    places: Sequence[int] = ()  # the same rows as the host knows them; (): the device is asked
 
     def last(self, count: int) -> Queries:
         """Those of the last `count` rows."""
-        return self._replace(states=self.states[:, -count:], rows=self.rows[-count:])
+        return self._of(slice(len(self.rows) - count, len(self.rows)))
+
+    def first(self, count: int) -> Queries:
+        """Those of the first `count` rows."""
+        return self._of(slice(0, count))
+
+    def _of(self, part: slice) -> Queries:
+        places = (self.places or on_host(self.rows))[part]
+        return self._replace(states=self.states[:, part], rows=self.rows[part], places=places)
 
 
 def attend_rows(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scale: float | None, sight: Sight = PLAIN
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    scale: float | None,
+    sight: Sight = PLAIN,
+    places: Sequence[int] = (),
 ) -> Tensor:
     """Causal attention of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R], ascending.
 
     Row i sees `keys`, `values` [1, H, T, D] at 0 .. rows[i], or the last of them within its window, and touches no
-    other. Returns [1, Hq, R, D].
+    other. `places` as in Queries. Returns [1, Hq, R, D].
     """
-    firsts, lasts = rows[::BLOCK_ROWS], torch.cat((rows[BLOCK_ROWS - 1 : -1 : BLOCK_ROWS], rows[-1:]))
+    places = places or on_host(rows)
     outputs = []
-    for block, (first, last) in enumerate(torch.stack((firsts, lasts), dim=1).tolist()):
-        start, end = block * BLOCK_ROWS, last + 1
+    for start in range(0, len(places), BLOCK_ROWS):
+        part = slice(start, min(start + BLOCK_ROWS, len(places)))
+        first, last = places[start], places[part.stop - 1]
+        begin, end = 0 if sight.window is None else max(0, first + 1 - sight.window), last + 1
+        block, near, theirs = query[:, :, part], keys[:, :, begin:end], values[:, :, begin:end]
         if last == first:
-            outputs.append(
-                attend_last(query[:, :, start : start + 1], keys[:, :, :end], values[:, :, :end], scale, sight)
-            )
-            continue
-        begin = 0 if sight.window is None else max(0, first + 1 - sight.window)
-        if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
+            outputs.append(attend_last(block, near, theirs, scale, sight))
+        elif sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            part, places = query[0, :, start : start + BLOCK_ROWS], rows[start : start + BLOCK_ROWS] - begin
-            bent = Queries(part, places, factor, sight)
-            outputs.append(_attend_bent(bent, keys[0, :, begin:end], values[0, :, begin:end])[None])
-            continue
-        block_rows = rows[start : start + BLOCK_ROWS, None]
-        mask = query.new_zeros(len(block_rows), end - begin)
-        hidden = torch.arange(first + 1, end, device=rows.device) > block_rows  # keys up to `first` come before all
-        mask[:, first + 1 - begin :].masked_fill_(hidden, -torch.inf)
-        if sight.window is not None:
-            places = torch.arange(begin, end, device=rows.device)
-            mask.masked_fill_(places <= block_rows - sight.window, -torch.inf)
-        outputs.append(
-            nn.functional.scaled_dot_product_attention(
-                query[:, :, start : start + BLOCK_ROWS],
-                keys[:, :, begin:end],
-                values[:, :, begin:end],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )
-        )
+            bent = Queries(block[0], rows[part] - begin, factor, sight, [place - begin for place in places[part]])
+            outputs.append(_attend_bent(bent, near[0], theirs[0])[None])
+        else:
+            mask = _mask(query, rows[part, None], range(begin, end), first, sight.window)
+            outputs.append(_attend_masked(block, near, theirs, mask, scale))
     return torch.cat(outputs, dim=2)
+
+
+def _mask(like: Tensor, rows: Tensor, keys: range, first: int, window: int | None) -> Tensor:
+    """What is added to scores of `rows` [R, 1] over the positions `keys`: 0 where a row sees, else -inf."""
+    mask = like.new_zeros(len(rows), len(keys))
+    hidden = torch.arange(first + 1, keys.stop, device=rows.device) > rows  # keys up to `first` come before all
+    mask[:, first + 1 - keys.start :].masked_fill_(hidden, -torch.inf)
+    if window is not None:
+        mask.masked_fill_(torch.arange(keys.start, keys.stop, device=rows.device) <= rows - window, -torch.inf)
+    return mask
+
+
+def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention [1, Hq, R, D] under a mask [R, T], the heads that share a KV head as rows of one.
+
+    So keys are read once for all of them, and a GPU has a kernel: with a mask and fewer KV heads than heads, it would
+    write the scores out.
+    """
+    num_heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
+    grouped = query.reshape(1, keys.shape[1], groups * query.shape[2], query.shape[3])
+    output = nn.functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask.repeat(groups, 1), scale=scale
+    )
+    return output.reshape(1, num_heads, query.shape[2], values.shape[3])
 
 
 def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None, sight: Sight = PLAIN) -> Tensor:
@@ -102,8 +125,9 @@ def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None
         keys, values = keys[:, :, -sight.window :], values[:, :, -sight.window :]
     if sight.softcap is not None or sight.sinks is not None:  # which no kernel knows
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        rows = torch.tensor([keys.shape[2] - 1], device=keys.device)
-        return _attend_bent(Queries(query[0], rows, factor, sight), keys[0], values[0])[None]
+        last = keys.shape[2] - 1
+        rows = torch.full((1,), last, device=keys.device)
+        return _attend_bent(Queries(query[0], rows, factor, sight, (last,)), keys[0], values[0])[None]
     grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
     output = nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
     return output.reshape(1, query.shape[1], 1, values.shape[-1])
@@ -142,8 +166,7 @@ def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: 
         return _attend(queries, keys, values), attention_mass(asking, keys)
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if early:
-        before = queries._replace(states=queries.states[:, :early], rows=queries.rows[:early])
-        output[:, :early] = _attend(before, keys, values)
+        output[:, :early] = _attend(queries.first(early), keys, values)
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     groups = num_heads // keys.shape[0]
     for heads, rows, weights in _weight_blocks(asking, keys):
@@ -154,7 +177,8 @@ def attend_weighing(queries: Queries, keys: Tensor, values: Tensor, num_asking: 
 
 
 def _attend(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
-    return attend_rows(queries.states[None], keys[None], values[None], queries.rows, queries.scale, queries.sight)[0]
+    states, rows, scale, sight, places = queries
+    return attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)[0]
 
 
 def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV) -> Tensor:
@@ -212,10 +236,11 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
     Where there are sinks, theirs is the last of T + 1 scores.
     """
     window, softcap, sinks = queries.sight
+    places = queries.places or on_host(queries.rows)
     num_heads, num_queries, dim = queries.states.shape
     groups, length = num_heads // keys.shape[0], keys.shape[1]
     block = max(1, BLOCK_SCORES[keys.device.type] // (num_heads * length))
-    first = int(queries.rows[0]) + 1  # all see the keys before
+    first = places[0] + 1  # all see the keys before
     positions = torch.arange(first, length, device=keys.device)
     for start in range(0, num_queries, block):
         part = queries.states[:, start : start + block]

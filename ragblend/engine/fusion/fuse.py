@@ -71,6 +71,7 @@ def fuse_steps(
     known = _candidates(plan)
     probe = (yield from _probe(model, plan, fused, layers, known)) if _wants_probe(model, plan, known) else None
     active = _active_rows(plan, known)
+    num_stale = int(known.mask[active].sum())  # the device is looked into where the rows change, not at every layer
     checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
@@ -81,14 +82,15 @@ def fuse_steps(
             yield layers.ready[layer]
         layers.wait(layer)  # stored KV of this layer is now in `fused`
         asked, measured = 0 if probe is None else probe.extra_rows(layer), 0.0
-        if layer in checks and bool(known.mask[active].any()):
+        if layer in checks and num_stale:
             kept, num_measured = _check(model, plan, fused, layer, checks[layer], hidden, active, known)
             hidden, active = hidden[kept], active[kept]
+            num_stale = int(known.mask[active].sum())
             measured = num_measured * model.kv_share
             fixed_cost = fixed_cost or asked + measured
         # Layer 0 is exact as stored.
         told = _carry(model, plan, layers, layer, active, known) if plan.carries and layer > 0 else None
-        rows_per_layer.append(int(known.mask[active].sum()) + asked + measured)
+        rows_per_layer.append(num_stale + asked + measured)
         if layer == 0 and probe is not None:
             hidden = yield from _run_first_layer(fused, hidden, active, known, probe)
         elif len(active) and layer < last_layer:

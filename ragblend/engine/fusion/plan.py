@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.fusion.rules import Check, Rule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 
@@ -66,7 +67,7 @@ class FusedKV:
 
     def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Put `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
-        last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
+        last = rows.stop if isinstance(rows, slice) else on_host(rows)[-1] + 1
         if last > self._layers[layer].keys.shape[1]:
             self._grow(last)
         self._layers[layer].keys[:, rows] = keys

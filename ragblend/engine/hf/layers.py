@@ -25,6 +25,7 @@ from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, Queries, Sight
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.hf.adapters import adapters_at_work
 from ragblend.engine.hf.families import Latent, context_length, family_of, layer_windows, rope_parameters, text_decoder
 from ragblend.engine.hf.joined import FewRows, Joined, JoinedCache, attend_joined, place
@@ -430,7 +431,7 @@ class TransformersLayers:
         for turns in remembered:
             if turns.rows is rows and turns.kind == kind:
                 return turns
-        end = int(rows.max()) + 1 if len(rows) else 1  # packed chunks count anew: the last row need not be the highest
+        end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
         cos, sin = self._rope(end, kind)
         turns = _Turns(rows, kind, end, cos[rows], sin[rows])
         self._turns = (turns, *remembered[: self._turns_kept - 1])

@@ -244,3 +244,29 @@ def dtype_name(dtype: torch.dtype) -> str:
         if known == dtype:
             return name
     raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
+
+
+class HeadSlice:
+    """Some heads of a stored chunk. Its checksums cover all of them, so all are read."""
+
+    def __init__(self, source: ChunkKV, heads: slice) -> None:
+        self._source, self._heads = source, heads
+
+    @property
+    def header(self) -> KVHeader:
+        """What the KV was computed from."""
+        return self._source.header
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all heads."""
+        return self._source.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        """[h, T, D] each."""
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        """One layer as it is stored, contiguous; heads come first in each of its tensors."""
+        stored = self._source.stored_layer(index)
+        return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))

@@ -16,9 +16,10 @@ output and the residual, so that a sum is rounded exactly where vLLM rounds it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 from ragblend.engine.fusion.attention import Queries, Sight, attend_rows
 from ragblend.engine.fusion.fuse import Run
 from ragblend.engine.fusion.protocols import Told, Watch
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
+from ragblend.engine.vllm.pieces import Part, Piece, cut_runs, read_by_runs, read_together
 from ragblend.engine.vllm.support import refuse_bent_attention, refuse_kv_groups
 from ragblend.errors import UnsupportedModelError
 
@@ -35,6 +38,11 @@ if TYPE_CHECKING:
     from ragblend.engine.vllm.paged import PagedKV
 
 _APART = 1 << 32  # between the positions of two requests, so that no run spans both
+
+# How many times more of the cache rows must read as runs than together, for ours to attend instead of the backend. On a
+# CPU never: its kernel is quicker than ours on few rows and on many (`benchmarks.scattered`). On a GPU a reckoning, not
+# a measurement: what reads eight times less is not slower by as much (docs/vllm.md).
+_TOGETHER_CPU, _TOGETHER_GPU = math.inf, 8.0
 
 
 class _StopError(Exception):
@@ -45,24 +53,24 @@ def _stop() -> None:
     raise _StopError
 
 
-class Piece(NamedTuple):
-    """Rows that go through a layer in one call."""
-
-    span: slice  # of the rows
-    positions: Tensor  # [R] int64
-    slots: Tensor  # [R] int64, places in the paged cache
-    metadata: Any  # what the attention backend wants to know
-
-
 class VllmLayers:
     """LayerwiseModel over `model` as a vLLM worker holds it, with this rank's share of the KV heads.
 
-    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Raises
-    UnsupportedModelError for layers or an attention backend that cannot be driven from outside.
+    max_rows, max_runs: rows and pseudo requests of one call at most; both exact, they bound the workspace. Scattered
+    rows that would read `together_from` times as much of the cache as together attend together, over what is at hand;
+    None: what suits the device. Raises UnsupportedModelError for layers or an attention backend that cannot be driven
+    from outside.
     """
 
     def __init__(
-        self, model: Any, vllm_config: Any, kv_cache_config: Any, *, max_rows: int = 8192, max_runs: int = 1024
+        self,
+        model: Any,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        max_rows: int = 8192,
+        max_runs: int = 1024,
+        together_from: float | None = None,
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -95,10 +103,12 @@ class VllmLayers:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
+        usual = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
+        self.together_from = usual if together_from is None else together_from
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        self._joined: tuple[list[Tensor], list[Piece]] = [], []  # the rows that ran together last
+        self._joined: tuple[list[Tensor], bool, list[Piece]] = [], False, []  # the rows that ran together last
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
         attention = self._layers[0].self_attn
@@ -120,6 +130,11 @@ class VllmLayers:
     def kv_share(self) -> float:
         """Share of one layer's parameters that runs where a token is probed, for charged budgets."""
         return self._kv_share
+
+    @property
+    def may_attend(self) -> bool:
+        """Whether rows ever attend together here, so that every layer is worth being kept at hand."""
+        return self.together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[R, 1, hidden size] for ids [R]."""
@@ -153,19 +168,30 @@ class VllmLayers:
 
     def run_layer(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, told: Told | None = None) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        return self._run_pieces(layer, hidden, fused.pieces(rows), [told] if told is not None else [])
+        together = fused.attends_together(layer, rows, told is not None)
+        pieces = fused.pieces(rows, together)
+        return self._run_pieces(layer, hidden, pieces, [told] if told is not None else [], [fused])
 
     def run_together(self, runs: Sequence[Run]) -> list[Tensor]:
         """`run_layer` of the same layer for several requests in one call; their outputs."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
-        known, pieces = self._joined
-        if len(known) != len(rows) or any(mine is not other for mine, other in zip(known, rows, strict=True)):
-            tables = pad_sequence([cast("PagedKV", run.fused).blocks for run in runs], batch_first=True)
-            owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
-            pieces = self.cut(torch.cat(rows), tables, owners)
-            self._joined = rows, pieces
+        fused = [cast("PagedKV", run.fused) for run in runs]
+        together = all(
+            each.attends_together(run.layer, run.rows, run.told is not None)
+            for each, run in zip(fused, runs, strict=True)
+        )
+        known, were_together, pieces = self._joined
+        is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
+        if not is_known or were_together != together:
+            if together:
+                pieces = self.cut_together(rows)
+            else:
+                tables = pad_sequence([each.blocks for each in fused], batch_first=True)
+                owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
+                pieces = self.cut(torch.cat(rows), tables, owners)
+            self._joined = rows, together, pieces
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
         told = [
@@ -173,20 +199,23 @@ class VllmLayers:
             for run, first in zip(runs, firsts, strict=True)
             if run.told
         ]
-        return list(torch.split(self._run_pieces(layer, hidden, pieces, told), counts))
+        return list(torch.split(self._run_pieces(layer, hidden, pieces, told, fused), counts))
 
     def run_layer_ahead(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, watch: Watch | None) -> Tensor:
         """`run_layer` for rows that need no blocks: their attention is over what `fused` keeps of the layer."""
         outputs, queries = [], []
-        alone = watch if len(rows) <= self.max_rows else None  # then it can attend too
-        for part, places in zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True):
-            with self._attending_over(layer, places, fused, alone) as seen, self._context(len(part)):
+        fits = len(rows) <= self.max_rows
+        alone = watch if fits else None  # then it can attend too
+        split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
+        for part, places in [(hidden, rows)] if fits else split:
+            whole = Part(0, slice(0, len(part)), places, on_host(places))
+            with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
                 outputs.append(self._call(layer, places, part))
             queries += seen
         if watch is not None and alone is None:
             scale = self._attention[layer].impl.scale
             asked = Queries(torch.cat(queries, 1), rows, scale, self._sights[layer])
-            watch(asked, fused.keys(layer)[:, : int(rows[-1]) + 1])
+            watch(asked, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
@@ -194,7 +223,7 @@ class VllmLayers:
         outputs, pieces = [], []
         for piece in fused.pieces(rows):
             with self._capture(layer) as kept:
-                outputs.append(self._run(layer, hidden[piece.span], piece))
+                outputs.append(self._run(layer, hidden[piece.span], piece, [fused]))
             pieces.append(self._as_heads(layer, *kept))
         return torch.cat(outputs), _joined(pieces)
 
@@ -220,12 +249,34 @@ class VllmLayers:
             for runs in cut_runs(places.tolist(), self.max_rows, self.max_runs)
         ]
 
+    def cut_together(self, rows: Sequence[Tensor]) -> list[Piece]:
+        """The rows [R] of each of several requests, one after the other, in pieces that attend over what is at hand."""
+        joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
+        starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
+        pieces = []
+        for first in range(0, len(joined), self.max_rows):
+            span, parts = slice(first, min(first + self.max_rows, len(joined))), []
+            for owner, (start, end) in enumerate(itertools.pairwise(starts)):
+                mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
+                if mine.start < mine.stop:
+                    here = slice(mine.start + start - first, mine.stop + start - first)
+                    parts.append(Part(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
+            pieces.append(Piece(span, joined[span], parts=tuple(parts)))
+        return pieces
+
+    def reads_much(self, rows: Tensor) -> bool:
+        """Whether rows [R], ascending, had better attend together."""
+        if not self.may_attend or not len(rows):
+            return False
+        places = on_host(rows)
+        return read_by_runs(places) >= self.together_from * read_together(places)
+
     def own_heads(self, kv: ChunkKV) -> ChunkKV:
         """This rank's heads of a stored chunk."""
         if self.num_ranks == 1:
             return kv
         first = self.rank * self._num_all_heads // self.num_ranks
-        return _HeadSlice(kv, slice(first, first + self._num_heads))
+        return HeadSlice(kv, slice(first, first + self._num_heads))
 
     def all_heads(self, layer: LayerKV) -> LayerKV:
         """The heads of every rank, [H, T, D]. All ranks must call it; on the CPU, as they are stored."""
@@ -274,13 +325,15 @@ class VllmLayers:
         )
         return context
 
-    def _run_pieces(self, layer: int, hidden: Tensor, pieces: Sequence[Piece], told: Sequence[Told]) -> Tensor:
+    def _run_pieces(
+        self, layer: int, hidden: Tensor, pieces: Sequence[Piece], told: Sequence[Told], fused: Sequence[Any]
+    ) -> Tensor:
         if len(pieces) > 1:  # all are to be told before the first piece attends
             for each in told:
                 each.tell(self.project_kv(layer, hidden[each.places]))
-            return torch.cat([self._run(layer, hidden[piece.span], piece) for piece in pieces])
+            return torch.cat([self._run(layer, hidden[piece.span], piece, fused) for piece in pieces])
         if not told:
-            return self._run(layer, hidden, pieces[0])
+            return self._run(layer, hidden, pieces[0], fused)
 
         def tell() -> None:
             fresh = self._as_heads(layer, *kept)
@@ -288,9 +341,12 @@ class VllmLayers:
                 carry(LayerKV(fresh.keys[:, places], fresh.values[:, places]))
 
         with self._capture(layer, tell) as kept:
-            return self._run(layer, hidden, pieces[0])
+            return self._run(layer, hidden, pieces[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, piece: Piece) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, piece: Piece, fused: Sequence[Any]) -> Tensor:
+        if piece.parts:
+            with self._attending_over(layer, piece.parts, fused), self._context(len(hidden)):
+                return self._call(layer, piece.positions, hidden)
         with self._context(len(hidden), piece):
             return self._call(layer, piece.positions, hidden)
 
@@ -339,23 +395,28 @@ class VllmLayers:
 
     @contextmanager
     def _attending_over(
-        self, layer: int, rows: Tensor, fused: Any, watch: Watch | None = None
+        self, layer: int, parts: Sequence[Part], fused: Sequence[Any], watch: Watch | None = None
     ) -> Iterator[list[Tensor]]:
-        """The layer's attention gives its rows' KV to `fused` and reads there, or has `watch` read; filled with queries
-        [Hq, R, D]."""
+        """The layer's attention gives the rows' KV of each part to its owner's `fused` and reads there, or has `watch`
+        read; filled with each part's queries [Hq, R, D]."""
         attention, seen = self._attention[layer], []
+        sight, scale = self._sights[layer], attention.impl.scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
-            fused.write(layer, rows, *self._as_heads(layer, key, value))
-            states = query.reshape(len(rows), attention.num_heads, attention.head_size).transpose(0, 1)
-            seen.append(states)
-            end, scale = int(rows[-1]) + 1, attention.impl.scale
-            keys, values = fused.keys(layer)[:, :end], fused.values(layer)[:, :end]
-            sight = self._sights[layer]
-            output = watch(Queries(states, rows, scale, sight), keys, values) if watch is not None else None
-            if output is None:
-                output = attend_rows(states[None], keys[None], values[None], rows, scale, sight)[0]
-            return output.transpose(0, 1).flatten(1)
+            fresh = self._as_heads(layer, key, value)
+            states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
+            outputs = []
+            for owner, span, rows, places in parts:
+                theirs, mine, end = fused[owner], states[:, span], places[-1] + 1
+                theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
+                keys, values = theirs.keys(layer)[:, :end], theirs.values(layer)[:, :end]
+                asked = Queries(mine, rows, scale, sight, places)
+                output = watch(asked, keys, values) if watch is not None else None
+                if output is None:
+                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, sight, places)[0]
+                outputs.append(output)
+                seen.append(mine)
+            return (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).transpose(0, 1).flatten(1)
 
         attention.forward = attend  # on the instance, so before the class's own
         try:
@@ -400,54 +461,6 @@ class VllmLayers:
         )
         # fast_build: no shortcuts that only pay when a batch is replayed many times.
         return Piece(span, positions, slots, self._builder.build(0, common, fast_build=True))
-
-
-def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
-    """Indices [start, end) of runs of consecutive positions, grouped into calls of bounded size.
-
-    A run longer than `max_rows` is cut; its parts are consecutive, so each still sees all that comes before it.
-
-    >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
-    [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]
-    """
-    groups: list[list[tuple[int, int]]] = []
-    start = 0
-    for index in range(1, len(rows) + 1):
-        if index < len(rows) and rows[index] == rows[index - 1] + 1 and index - start < max_rows:
-            continue
-        run = (start, index)
-        if groups and len(groups[-1]) < max_runs and index - groups[-1][0][0] <= max_rows:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
-        start = index
-    return groups
-
-
-class _HeadSlice:
-    """Some heads of a stored chunk. Its checksums cover all of them, so all are read."""
-
-    def __init__(self, source: ChunkKV, heads: slice) -> None:
-        self._source, self._heads = source, heads
-
-    @property
-    def header(self) -> KVHeader:
-        """What the KV was computed from."""
-        return self._source.header
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all heads."""
-        return self._source.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        """[h, T, D] each."""
-        return restored(self.stored_layer(index))
-
-    def stored_layer(self, index: int) -> StoredLayer:
-        """One layer as it is stored, contiguous; heads come first in each of its tensors."""
-        stored = self._source.stored_layer(index)
-        return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))
 
 
 def _sight(attention: Any) -> Sight:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm.layers import Piece, VllmLayers
+    from ragblend.engine.vllm.layers import VllmLayers
+    from ragblend.engine.vllm.pieces import Piece
 
 
 class Stored(NamedTuple):
@@ -34,7 +37,7 @@ class PagedKV:
 
     What is written to blocks cannot be read back, so of the layers in `kept` the one that was placed last stays at
     hand, with what is written to it. `num_behind` rows behind the `num_rows` that have blocks are only asked: they
-    stand nowhere else.
+    stand nowhere else. `whole` is the layer of which all that was placed is at hand as it was placed last.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class PagedKV:
         self._num_rows, self._capacity = num_rows, num_rows + num_behind
         self._kept = frozenset(kept)
         self._at_hand: tuple[int, LayerKV] | None = None  # the layer, [capacity, H, D] as vLLM wants to be given it
-        self._last: tuple[Tensor, list[Piece]] | None = None
+        self.whole: int | None = None
+        self._last: tuple[Tensor, bool, list[Piece]] | None = None
+        self._much: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
@@ -74,7 +79,7 @@ class PagedKV:
         if kept is not None:
             kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
-            count = int((rows < self._num_rows).sum())
+            count = bisect_left(on_host(rows), self._num_rows)
             rows, keys, values = rows[:count], keys[:count], values[:count]
         if len(rows):
             self._layers.write(layer, self._slots[rows], keys, values)
@@ -119,7 +124,7 @@ class PagedKV:
             # One room for all layers: memory that is warm already.
             kept = self._at_hand[1] if self._at_hand is not None else None
             kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-            self._at_hand = layer, kept
+            self._at_hand, self.whole = (layer, kept), None
         return LayerKV(*(tensor[rows] for tensor in self._at_hand[1]))
 
     def _of(self, layer: int) -> LayerKV | None:
@@ -131,11 +136,24 @@ class PagedKV:
             self.place(layer, [Stored(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
-    def pieces(self, rows: Tensor) -> list[Piece]:
-        """`rows` ready to be run; remembered, because most layers run the same rows as the one before."""
-        if self._last is None or self._last[0] is not rows:
-            self._last = (rows, self._layers.cut(rows, self.blocks[None], torch.zeros_like(rows)))
-        return self._last[1]
+    def attends_together(self, layer: int, rows: Tensor, is_told: bool) -> bool:
+        """Whether `rows` had better attend over what is at hand of the layer, and can: once told, all of it is."""
+        if layer not in self._kept or not (is_told or self.whole == layer):
+            return False
+        if self._much is None or self._much[0] is not rows:
+            self._much = rows, self._layers.reads_much(rows)
+        return self._much[1]
+
+    def pieces(self, rows: Tensor, together: bool = False) -> list[Piece]:
+        """`rows` ready to be run, `together` over what is at hand; remembered, because most layers run the same rows as
+        the one before."""
+        if self._last is None or self._last[0] is not rows or self._last[1] != together:
+            cut = self._layers.cut_together([rows]) if together else self._cut(rows)
+            self._last = (rows, together, cut)
+        return self._last[2]
+
+    def _cut(self, rows: Tensor) -> list[Piece]:
+        return self._layers.cut(rows, self.blocks[None], torch.zeros_like(rows))
 
 
 class _Arrived:
@@ -173,6 +191,7 @@ class PagedSource:
         self._read = _Arrived()
         self._movable = {each.start for each in placements if moves and not each.exact}
         self._waiting: dict[int, list[Stored]] = {}  # to be moved
+        self._staying: dict[int, list[Stored]] = {}  # beside them, wanted at hand again then
         self._place_s = 0.0
         self._loader = LayerLoader(
             placements,
@@ -212,10 +231,15 @@ class PagedSource:
         read = self._read.layers.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
         waiting = [each for each in read if each.rows.start in movable]
-        self._paged.place(layer, [each for each in read if each.rows.start not in movable])
+        staying = [each for each in read if each.rows.start not in movable]
+        self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
+            if self._layers.may_attend:
+                self._staying[layer] = staying
             self._paged.keep(layer, waiting)
+        elif read:
+            self._paged.whole = layer
         self._place_s += perf_counter() - start_s
 
     def _agree(self, layer: int) -> None:
@@ -234,17 +258,20 @@ class PagedSource:
         raise own or DamagedEntryError(bad, "as another rank read it")
 
     def stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Pre-RoPE keys and values [H, R, D] at `rows` [R] that waits to be moved: see MovableSource."""
-        places, parts = rows.cpu(), list[LayerKV]()
+        """Pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, that wait to be moved: see MovableSource."""
+        places, parts = on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
-            taken = places[(places >= span.start) & (places < span.stop)] - span.start
+            mine = places[bisect_left(places, span.start) : bisect_left(places, span.stop)]
+            taken = torch.tensor(mine, dtype=torch.int64) - span.start  # what waits is in host memory
             parts.append(LayerKV(kv.keys[:, taken], kv.values[:, taken]))
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def move(self, layer: int, by: LayerKV | None, shares: Tensor | None = None) -> None:
         """Place what waited for it, with its shares, `shares` [T, M], of `by` [H, M, D] added before rotation."""
         start_s = perf_counter()
+        self._paged.keep(layer, self._staying.pop(layer, []))  # since then, another layer may have been at hand
         self._paged.place(layer, self._waiting.pop(layer), by, shares)
+        self._paged.whole = layer
         self._place_s += perf_counter() - start_s
 
     def __enter__(self) -> PagedSource:

@@ -394,6 +394,8 @@ class BlendWorker:
     def _paged(self, job: Job, plan: FusePlan) -> PagedKV:
         """The request's blocks, and what the plan reads of some layers at hand."""
         kept = {check.layer for check in plan.checks}
+        if self.layers.may_attend and 0 < plan.checks[-1].ratio < 1:
+            kept.update(range(self.layers.num_layers))
         if not plan.probe_layers:
             return PagedKV(self.layers, job.block_ids, job.end, kept)
         kept.update(range(plan.probe_layers[-1] + 1))

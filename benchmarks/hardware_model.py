@@ -1,0 +1,180 @@
+"""What blending would cost on a GPU, in bytes and floating-point operations: a reckoning, no measurement.
+
+    python -m benchmarks.hardware_model                         # Llama 3.1 8B on an A100 and an H100
+    python -m benchmarks.hardware_model --ratio 0.15 --tokens 4096,32768 --out FILE.json
+
+A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
+Patterson, CACM 2009), part by part, and stored KV comes over the bus meanwhile. Peaks are from NVIDIA's data sheets;
+`--efficiency` is the share of them that is reached. Recomputed tokens stand where chance puts them, so nearly each is a
+run of its own, the worst case; that a GPU's cache spares some reading is left out. Read `reckon`; what is read of the
+KV cache is counted by the engine's own functions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from ragblend.engine.vllm.pieces import read_by_runs, read_together
+
+BYTES = 2  # of a bfloat16
+ASKED_SHARE = 0.8  # of the layers, which the question runs through first
+ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks: bfloat16 operations (dense), bytes of its memory and of the bus to the host, a second."""
+
+    flops: float
+    memory: float
+    bus: float
+
+
+# NVIDIA A100 80GB SXM and H100 SXM data sheets; the bus is PCIe 4.0 and 5.0 x16, one way.
+GPUS = {"A100": Gpu(312e12, 2.039e12, 32e9), "H100": Gpu(989e12, 3.35e12, 64e9)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. `weights`: of one layer."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    weights: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token, in one layer."""
+        return 2 * self.kv_heads * self.head_size * BYTES
+
+    def linear_flops(self, rows: int) -> float:
+        """Of one layer's matrices."""
+        return 2.0 * self.weights * rows
+
+    def attention_flops(self, pairs: float) -> float:
+        """Of so many pairs of a query and a key that it sees: scores, and the sum of values."""
+        return 4.0 * self.heads * self.head_size * pairs
+
+
+# Llama 3.1 8B: hidden 4096, intermediate 14336.
+LLAMA_8B = Model(32, 32, 8, 128, 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+
+
+class Cost(NamedTuple):
+    """Operations, and bytes of the GPU's memory."""
+
+    flops: float
+    memory_bytes: float
+
+    def seconds(self, gpu: Gpu, efficiency: float) -> float:
+        """By whatever is slower."""
+        return max(self.flops / gpu.flops, self.memory_bytes / gpu.memory) / efficiency
+
+
+def full(model: Model, tokens: int) -> list[Cost]:
+    """One layer of full prefill: its matrices, and its attention."""
+    read = sum(min(start + ATTENTION_TILE, tokens) for start in range(0, tokens, ATTENTION_TILE))
+    return [
+        Cost(model.linear_flops(tokens), model.weights * BYTES),
+        Cost(model.attention_flops(tokens * (tokens + 1) / 2), read * model.kv_bytes),
+    ]
+
+
+def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
+    """One layer over the tokens at `rows`, by themselves or together, and stored KV put into its place."""
+    read = read_together(rows) if together else read_by_runs(rows)
+    return [
+        Cost(model.linear_flops(len(rows)), model.weights * BYTES),
+        Cost(model.attention_flops(sum(rows) + len(rows)), read * model.kv_bytes),
+    ]
+
+
+def asked(model: Model, tokens: int, question: int) -> list[Cost]:
+    """One layer over the question alone, which reads all of the prompt's KV once."""
+    return [
+        Cost(model.linear_flops(question), model.weights * BYTES),
+        Cost(model.attention_flops(question * tokens), tokens * model.kv_bytes),
+    ]
+
+
+def seconds(costs: list[Cost], gpu: Gpu, efficiency: float) -> float:
+    """Of parts one after the other."""
+    return sum(cost.seconds(gpu, efficiency) for cost in costs)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One prompt on one GPU. Seconds to the first token, and what attention reads of the cache in one layer, in GB."""
+
+    gpu: str
+    tokens: int
+    full_s: float
+    by_runs_s: float
+    together_s: float
+    bus_s: float
+    by_runs_gb: float
+    together_gb: float
+
+
+def reckon(
+    gpu: str, tokens: int, ratio: float, question: int, efficiency: float, model: Model = LLAMA_8B, seed: int = 0
+) -> Line:
+    """Full prefill against blending `ratio` of all but the question, with KV that comes over the bus."""
+    device, chunk_tokens = GPUS[gpu], tokens - question
+    rows = sorted(random.Random(seed).sample(range(chunk_tokens), round(ratio * chunk_tokens)))
+    placed = Cost(0.0, 2.0 * chunk_tokens * model.kv_bytes)  # read and written once more
+    ask_s = ASKED_SHARE * model.layers * seconds(asked(model, tokens, question), device, efficiency)
+    bus_s = model.layers * chunk_tokens * model.kv_bytes / device.bus
+    times = []
+    for together in (False, True):
+        layer_s = seconds([*recomputed(model, rows, together), placed], device, efficiency)
+        question_s = seconds(asked(model, tokens, question), device, efficiency)
+        # The question is asked while KV arrives; then what it chose is fused, and the engine runs the question itself.
+        times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
+    full_s = model.layers * seconds(full(model, tokens), device, efficiency)
+    gb = [read(rows) * model.kv_bytes / 1e9 for read in (read_by_runs, read_together)]
+    return Line(gpu, tokens, full_s, times[0], times[1], bus_s, gb[0], gb[1])
+
+
+def main(
+    tokens: Annotated[str, typer.Option(help="Of prompts, comma-separated.")] = "1024,3072,8192,32768,131072",
+    ratio: Annotated[float, typer.Option(help="Share of the chunks' tokens that is recomputed.")] = 0.05,
+    question: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
+    efficiency: Annotated[float, typer.Option(help="Share of the peaks that is reached, everywhere.")] = 0.6,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON object.")] = None,
+) -> None:
+    """Print a table, and write it."""
+    lines = [reckon(gpu, int(count), ratio, question, efficiency) for gpu in GPUS for count in tokens.split(",")]
+    print("gpu    tokens   full s   by runs  together   bus s   GB by runs  GB together")
+    for line in lines:
+        print(
+            f"{line.gpu:5}{line.tokens:8}{line.full_s:9.3f}{line.full_s / line.by_runs_s:9.1f}x"
+            f"{line.full_s / line.together_s:9.1f}x{line.bus_s:8.3f}{line.by_runs_gb:12.2f}{line.together_gb:12.2f}"
+        )
+    if out is not None:
+        facts = {
+            "schema_version": 1,
+            "command": "benchmarks.hardware_model",
+            "config": {"ratio": ratio, "question": question, "efficiency": efficiency, "model": asdict(LLAMA_8B)},
+            "gpus": {name: asdict(gpu) for name, gpu in GPUS.items()},
+            "lines": [
+                {
+                    name: float(f"{value:.6g}") if isinstance(value, float) else value
+                    for name, value in asdict(line).items()
+                }
+                for line in lines
+            ],
+        }
+        out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,64 @@
+"""Counts what would make the host wait for a GPU: wherever code looks into a tensor instead of handing it on."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import ragblend
+
+HOUSE = str(Path(ragblend.__file__).parent)
+LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "argwhere", "equal", "allclose"}
+CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
+
+
+class DeviceLooks(TorchFunctionMode):
+    """Inside, `places` counts by file and line of the house the looks into tensors that this thread takes.
+
+    Models' own code is left out; so are copies to the device, which do not wait for what is computed there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation of torch comes by here."""
+        if _looks(getattr(func, "__name__", ""), args, kwargs or {}):
+            place = _caller()
+            if place:
+                self.places[place] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _looks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in LOOKS or name in CASTS:
+        return True
+    if name == "__getitem__":
+        return _has_mask(args[1])
+    if name == "__setitem__":
+        return _has_mask(args[1]) and isinstance(args[2], Tensor) and args[2].dim() > 0
+    return name == "repeat_interleave" and isinstance(args[1], Tensor) and kwargs.get("output_size") is None
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def _caller() -> str:
+    """Where the house called torch; "" where somebody else did."""
+    frame = sys._getframe(2)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return f"{name[len(HOUSE) + 1 :]}:{frame.f_lineno}" if name.startswith(HOUSE) else ""

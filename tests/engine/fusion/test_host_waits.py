@@ -1,0 +1,69 @@
+"""The host queues layers and does not wait for them: what it looks into does not grow with the number of layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from conftest import FAMILIES, make_model
+from device_looks import DeviceLooks
+
+from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.loader import LayerLoader
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.prefill import prefill_chunk
+from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.fusion.rules import RULES, schedule
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.kv import KVHeader
+
+CHUNKS, QUESTION = (90, 70, 80), 9
+TOTAL = sum(CHUNKS) + QUESTION
+# Layers asked are a share of all: where a rule asks or checks, each such layer of a deeper model is one more; the
+# rules here check once, whatever the depth.
+RULES_TRIED = ("ask", "repair", "cacheblend", "cacheblend_k", "first_k")
+
+
+def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
+    """By place, while one prompt is blended by a model of so many layers."""
+    config_class, model_class, changes = FAMILIES[family]
+    model = make_model(config_class, model_class, **{**changes, "num_hidden_layers": num_layers})
+    layers = TransformersLayers(model)
+    ids = torch.randint(3, 300, (TOTAL,), generator=torch.Generator().manual_seed(0))
+    placements, start = [], 0
+    for count in CHUNKS:
+        header = KVHeader("key", "model", (), tuple(ids[start : start + count].tolist()), num_layers, "float32")
+        fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
+        placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
+        start += count
+    checks = schedule(RULES[rule], 0.2, num_layers)
+    plan = FusePlan(
+        ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(checks, num_layers)
+    )
+    fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
+    with (
+        LayerLoader(
+            placements, num_layers, layers.place_keys, fused, layers.device, together=True, movable=layers
+        ) as loader,
+        DeviceLooks() as seen,
+    ):
+        fuse(layers, plan, fused, loader)
+    return seen.places
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that a kernel does not know
+@pytest.mark.parametrize("rule", RULES_TRIED)
+def test_twice_the_layers_are_not_looked_into_more_often(rule: str, family: str) -> None:
+    few, many = looks(family, rule, 6), looks(family, rule, 12)
+    assert few == many
+    assert sum(few.values()) > 0  # choosing itself is a look
+
+
+def test_what_counts_sees_a_look() -> None:
+    rows = torch.arange(5)
+    with DeviceLooks() as seen:
+        on_host(rows)
+        on_host(rows)
+        on_host(torch.arange(5))
+    assert list(seen.places.values()) == [2]  # once for each tensor
