@@ -62,7 +62,7 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_chunks": counts.total(),
         "nbytes": sizes.total(),
-        "budget_bytes": next((disk.capacity_bytes for disk in _disks(store)), None),
+        "budget_bytes": next((disk.limit_bytes() for disk in _disks(store)), None),
         "namespaces": {name: {"num_chunks": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
         "pins": {document: len(keys) for disk in _disks(store) for document, keys in disk.pins().items()},
         "remote": statuses[0] if statuses else None,
