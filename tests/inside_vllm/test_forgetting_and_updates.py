@@ -137,7 +137,7 @@ def test_what_one_replica_forgets_leaves_the_disk_and_memory_of_the_other(
     until(lambda: set(remote.keys()) == one.stored())
     assert [hits(second, text) for text in TEXTS] == [1, 1]
     assert two.stored() == one.stored()
-    assert first.forget([first.key(TEXTS[0])]) == 1
+    assert first.forget(TEXTS[0])
     assert first.key(TEXTS[0]) not in set(remote.keys())
     until(lambda: two.stored() == {first.key(TEXTS[1])})
     assert [hits(second, text) for text in TEXTS] == [0, 1]
@@ -164,7 +164,7 @@ def test_a_replica_that_was_down_forgets_before_it_answers(
     key = clients(one).key(TEXTS[1])
     assert key in two.stored()
     two.stop()
-    clients(one).forget([key])
+    clients(one).forget(TEXTS[1])
     assert key in two.stored()
     two.start()
     assert two.server is not None
