@@ -211,9 +211,10 @@ def test_the_first_weights_again_have_their_kv_again_and_a_reset_drops_memory_al
     replicas: tuple[Replica, Replica], clients: Callable[..., Any]
 ) -> None:
     one, text = replicas[0], TEXTS[0]
-    one.rpc("reload_weights")
+    first = find_checkpoint("demo")
+    one.rpc("reload_weights", weights_path=str(first.path))
     engine = clients(one)
-    assert engine.fingerprint == find_checkpoint("demo").fingerprint
+    assert engine.fingerprint == first.fingerprint
     assert hits(engine, text) == 1
     until(lambda: one.memory_bytes() > 0)
     stored = one.stored()

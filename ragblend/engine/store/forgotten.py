@@ -78,6 +78,7 @@ class Listener:
         self._disk, self._remote, self._belongs = disk, remote, belongs
         self._folder = disk.root / FORGOTTEN_DIR
         self._directory = Directory(disk.root, fsync=True)
+        self._known: set[str] | None = None  # heeded in this process, or on this disk before it began
         self._born_s = time.time()
         self._heeded: list[Heeded] = []
         self.num_heeded = 0  # records, since this process began
@@ -110,9 +111,11 @@ class Listener:
             there = {name for name in self._remote.values.notes() if _NAME.fullmatch(name)}
             here = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
             oldest = f"{int((time.time() - KEPT_S) * 1e3):013d}"
-            for name in sorted(there - here):
+            self._known = set(here) if self._known is None else self._known
+            for name in sorted(there - self._known):  # also one that another process over this disk was first to heed
                 if name > oldest:
                     self._heed(name)
+                    self._known.add(name)
             for name in sorted(here - there):
                 if name > oldest:
                     self._remote.values.put_note(name, read_file(self._path(name)))

@@ -255,7 +255,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._num_updates += 1
         # Engines of one server (data parallel) get the same weights; its name is without the engine's number.
         server = str(self._kv_transfer_config.engine_id).partition("_dp")[0]
-        found = updated_fingerprint(model, updates.path, f"{server}-{self._num_updates}")
+        found = updated_fingerprint(model, updates.path, self._fingerprint, f"{server}-{self._num_updates}")
         if found == self._fingerprint:  # the same weights again, as after vLLM has slept
             return
         self._fingerprint = self._new_fingerprint = found

@@ -169,9 +169,10 @@ def refuse_bent_attention(impl: Any) -> None:
         raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_WAY_OUT}")
 
 
-def updated_fingerprint(model_config: Any, path: str | None, engine: str) -> str:
-    """The fingerprint of weights that came in place of those that were loaded: the folder's at `path`, "" for the
-    model's own; where nobody can say which they are, one that nothing else has. `engine`: its name, and how often."""
+def updated_fingerprint(model_config: Any, path: str | None, before: str, engine: str) -> str:
+    """The fingerprint of weights that came in place of those of the fingerprint `before`: the folder's at `path`, ""
+    for the one that vLLM read last; where nobody can say which they are, one that nothing else has. `engine`: its
+    name, and how often."""
     if path is not None:
         fields = ("dtype", "hf_overrides", "hf_config", "quantization")
         facts = {name: getattr(model_config, name, None) for name in fields}
@@ -179,7 +180,7 @@ def updated_fingerprint(model_config: Any, path: str | None, engine: str) -> str
             return model_fingerprint(SimpleNamespace(model=path or model_config.model, **facts))
         except (RagblendError, OSError, ValueError) as error:
             log.warning("the weights in %s cannot be told from others (%s)", path or model_config.model, error)
-    return hashlib.blake2b(f"{model_fingerprint(model_config)}\0{engine}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{before}\0{engine}".encode(), digest_size=16).hexdigest()
 
 
 def model_fingerprint(model_config: Any) -> str:

@@ -90,6 +90,18 @@ def test_each_record_is_heeded_once_so_that_what_is_stored_again_stays(remotes: 
     assert restarted.num_heeded == 0
 
 
+def test_two_processes_over_one_disk_both_hear(remotes: Remotes, tmp_path: Path) -> None:
+    """Each has memory and late writes of its own."""
+    (_, one), (_, two) = (replica(tmp_path / "shared", remotes()) for _ in range(2))
+    for each in (one, two):
+        each.look()
+    tell(remotes(), keys=keys_of(0))
+    for each in (one, two):
+        each.look()
+        each.look()
+        assert each.take().keys == tuple(keys_of(0))
+
+
 def test_a_record_that_the_remote_tier_lost_is_put_back_by_who_heeded_it(tmp_path: Path) -> None:
     """Redis without persistence, killed: a replica that was down the whole time still hears."""
     server = RedisServer(tmp_path)
