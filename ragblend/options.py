@@ -6,6 +6,7 @@ models and vLLM's connector take their fields from here. Knows values, and nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
@@ -20,6 +21,7 @@ Mode = Literal["blend", "full", "prefix", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 KvDtype = Literal["auto", "int8", "fp8"]
+DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit, or as much as it leaves free
 ContextPolicy = Literal["none", "neighbour", "fixed", "similar"]  # what chunks are computed behind besides the prefix
 
 
@@ -65,6 +67,10 @@ def _is_structure(value: object) -> bool:
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 STRUCTURED = Check(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
+BUDGET = Check(
+    lambda value: value == "auto" or (_is_number(value) and 0 <= value < math.inf),
+    "0 (no limit) or more GiB, or 'auto' (as much as it leaves free)",
+)
 SHARE = share("full reuse", "recompute every chunk token")
 RATIO = Check(lambda value: value == "auto" or SHARE.accepts(value), f"{SHARE.choose}, or 'auto'")
 SHADOW = share("off", "full prefill beside every request")
@@ -113,7 +119,9 @@ class TierOptions:
     """The tiers of a store: memory over a directory over a shared place. Checked at birth."""
 
     memory_gib: float = option(2.0, "Budget of the memory tier.", at_least(0, "no memory tier"))
-    disk_gib: float = option(0.0, "Budget of the disk tier; 0: no limit.", at_least(0, "no limit"))
+    disk_gib: DiskBudget = option(
+        "auto", "Budget of the disk tier; auto: it grows until it holds as much as it leaves free; 0: no limit.", BUDGET
+    )
     remote: str | None = option(None, "Shared tier: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL.")
     remote_timeout_s: float = option(
         5.0, "Longest wait for one chunk of the remote tier.", Check(lambda value: value > 0, "more than 0 seconds")
@@ -138,7 +146,7 @@ class TierKeywords(TypedDict, total=False):
     """Keyword arguments that are TierOptions, for type checkers."""
 
     memory_gib: float
-    disk_gib: float
+    disk_gib: DiskBudget
     remote: str | None
     remote_timeout_s: float
     kv_dtype: KvDtype

@@ -22,6 +22,7 @@ from ragblend.corpus.documents import MAX_FILE_MIB
 from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
 from ragblend.corpus.texts import folders_of, registry_of
 from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
 from ragblend.errors import (
     BackendUnreachableError,
@@ -220,11 +221,10 @@ def precompute_chunks(
     if disk is not None and (missing or renewed):
         num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
-        free = check_room(disk.root, forecast)
+        room = check_room(disk, forecast)
         if say is not None:
-            size, room = format_bytes(forecast), format_bytes(free)
             num_chunks = len(missing) + len(renewed)
-            say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {size} of KV to come, {room} free")
+            say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}")
     tell("prefill", 0, len(missing) + len(renewed))
     stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
     try:
@@ -447,15 +447,29 @@ def disk_bytes(engine: Engine) -> int:
     return disk.nbytes() if disk is not None else 0
 
 
-def check_room(path: Path, nbytes: int) -> int:
-    """Bytes free on the disk that holds `path`; raises StoreFullError when `nbytes` more do not fit."""
-    free = shutil.disk_usage(path).free
+def check_room(disk: DiskStore, nbytes: int) -> str:
+    """How much room is left for `nbytes` of KV, in words, and whether other KV leaves for it.
+
+    Raises StoreFullError when the disk has not so much free, or the store may not hold it at all."""
+    free = shutil.disk_usage(disk.root).free
     if nbytes > free:
         raise StoreFullError(
-            f"the KV to come needs {format_bytes(nbytes)}, the disk of {path} has {format_bytes(free)} free. Free "
+            f"the KV to come needs {format_bytes(nbytes)}, the disk of {disk.root} has {format_bytes(free)} free. Free "
             "space, choose another --store, a half-precision --dtype, or fewer documents; --no-precompute indexes only"
         )
-    return free
+    limit, room = disk.limit_bytes(), f"{format_bytes(free)} free"
+    if limit is None or nbytes <= limit - (held := disk.nbytes()):
+        return room
+    if disk.capacity_bytes == "auto" and nbytes > limit:  # a number was somebody's choice; this nobody chose
+        raise StoreFullError(
+            f"the KV to come needs {format_bytes(nbytes)}, {disk.root} may hold {format_bytes(limit)}: as much as it "
+            "leaves free, since nothing else is said. Say how much, in GiB: RAGBLEND_DISK_GIB=... or disk_gib in the "
+            "settings file (0: no limit); --no-precompute indexes only"
+        )
+    return (
+        f"{room}; the store holds {format_bytes(held)} and may hold {format_bytes(limit)}, so what was used longest "
+        "ago leaves (to keep it: RAGBLEND_DISK_GIB=...)"
+    )
 
 
 def chunk_size_limit(engine: Engine, chunk_size: int) -> int:

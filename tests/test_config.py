@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from dataclasses import FrozenInstanceError, fields
@@ -124,7 +125,8 @@ def test_a_broken_file_is_named(tmp_path: Path):
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"neighbours": -1}, "neighbours is -1"),
         ({"memory_gib": -0.5}, "memory_gib is -0.5"),
-        ({"disk_gib": -1.0}, "disk_gib is -1.0; choose 0"),
+        ({"disk_gib": -1.0}, "disk_gib is -1.0; choose 0 .no limit. or more GiB, or 'auto'"),
+        ({"disk_gib": math.inf}, "disk_gib is inf; choose 0"),
         ({"remote_timeout_s": 0.0}, "remote_timeout_s is 0.0"),
         ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
         ({"order": "random"}, "order is 'random'.*score, document"),
@@ -139,7 +141,13 @@ def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tm
         load_settings(values, tmp_path)
 
 
-@pytest.mark.parametrize("values", [{"ratio": 0.0}, {"ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"ratio": 0.0}, {"ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}),
+        *({"disk_gib": 0.0}, {"disk_gib": "auto"}),
+    ],
+)
 def test_the_ends_of_each_range_are_allowed(values):
     assert all(getattr(Settings(**values), name) == value for name, value in values.items())
 
@@ -221,7 +229,7 @@ def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
     write(tmp_path, "disk_gib = 0.001\n")
     assert load_settings(directory=tmp_path).disk_gib == 0.001
     outside = load_settings({"store": "/mnt/kv"}, tmp_path)
-    assert outside.disk_gib == 0.0
+    assert outside.disk_gib == "auto"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "bytes", "brackets"])

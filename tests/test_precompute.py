@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tier_support import make_kv
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chunker import adapt_splitter
@@ -16,6 +19,7 @@ from ragblend.index import open_index
 from ragblend.ingestion.contexts import versions
 from ragblend.precompute import (
     as_chunk,
+    check_room,
     ingest,
     open_engine_index,
     pin_document,
@@ -134,7 +138,7 @@ def test_nothing_to_ingest_and_missing_paths_are_errors(engine, tmp_path):
 def test_the_forecast_is_checked_against_the_disk_before_prefilling(corpus, engine, tmp_path, monkeypatch):
     import ragblend.precompute as module
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000, "total": 10**9})())
     with pytest.raises(StoreFullError, match=r"needs .* has 1000 B free"):
         run(corpus, engine, tmp_path)
     assert list(DiskStore(tmp_path / "kv").keys()) == []
@@ -315,3 +319,25 @@ def assert_same_files(one: Path, other: Path) -> None:
     stores = [{path.name: path.read_bytes() for path in place.glob("??/*.safetensors")} for place in (one, other)]
     assert stores[0] == stores[1]
     assert stores[0]
+
+
+def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
+    """A real file system: more than half of it is refused, what pushes out other KV is announced."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        store = DiskStore(small / "kv", fsync=False, capacity_bytes="auto")
+        assert check_room(store, 3 << 20) == "8.0 MiB free"
+        with pytest.raises(StoreFullError, match=r"may hold 4.0 MiB: as much as it leaves free.*RAGBLEND_DISK_GIB"):
+            check_room(store, 5 << 20)
+        for seed in range(3):
+            store.put(make_kv(seed, tokens=8192))
+        assert re.search(r"holds 3\..* may hold 4\..*longest ago leaves", check_room(store, 2 << 20))
+        chosen = DiskStore(small / "kv", fsync=False, capacity_bytes=2 << 20)
+        assert "may hold 2.0 MiB" in check_room(chosen, 4 << 20), "a number is somebody's choice"
+        assert check_room(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)

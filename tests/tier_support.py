@@ -40,6 +40,7 @@ class DictValues:
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
+        self.noted: dict[str, bytes] = {}
         self.is_down = False
         self.calls: list[str] = []
 
@@ -67,6 +68,22 @@ class DictValues:
     def sizes(self) -> Iterator[tuple[str, int]]:
         self._ask("sizes")
         yield from [(name, len(data)) for name, data in self.data.items()]
+
+    def notes(self) -> list[str]:
+        self._ask("notes")
+        return list(self.noted)
+
+    def get_note(self, name: str) -> bytes | None:
+        self._ask("get_note")
+        return self.noted.get(name)
+
+    def put_note(self, name: str, data: bytes) -> None:
+        self._ask("put_note")
+        self.noted[name] = data
+
+    def drop_note(self, name: str) -> None:
+        self._ask("drop_note")
+        self.noted.pop(name, None)
 
     def ping(self) -> None:
         self._ask("ping")

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from ragblend.options import DiskBudget
 from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
@@ -118,6 +119,16 @@ def remote_line(facts: dict[str, Any]) -> str:
     text = f"remote {facts['url']}: KV of {facts['num_stored_chunks']} chunks, {held}; answers in {ping_ms:.1f} ms"
     lacks = f"\n  it lacks {facts['num_missing']} of the chunks here; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
+
+
+def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
+    """How much the store may hold, and who said so."""
+    from ragblend.engine.store.tiered import format_bytes
+
+    if limit_bytes is None:
+        return "limit: none"
+    who = "as much as it leaves free; another: RAGBLEND_DISK_GIB" if disk_gib == "auto" else "disk_gib"
+    return f"limit: {format_bytes(limit_bytes)} ({who})"
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:

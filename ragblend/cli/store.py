@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, takes
-from ragblend.cli.printing import count_of, listed, print_result, progress_bars, remote_line
+from ragblend.cli.printing import count_of, limit_line, listed, print_result, progress_bars, remote_line
 from ragblend.cli.session import open_engine, open_index_of, remote_facts
 from ragblend.config import Settings
 
@@ -71,11 +71,12 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     """What the index and the store hold and cost."""
     from ragblend.corpus.folders import shown
     from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.open import capacity_of
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.index import open_index
 
-    disk = DiskStore(settings.store, create=False)
-    entries = list(disk.entries())
+    disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_of(settings.disk_gib))
+    entries, limit = list(disk.entries()), disk.limit_bytes()
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
@@ -99,7 +100,8 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
-        "disk_gib": settings.disk_gib or None,
+        "disk_gib": settings.disk_gib,
+        "limit_bytes": limit,
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
@@ -108,6 +110,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
         f"{manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
+        limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {listed(map(shown, sorted(disk.pins())), 20)}"] if disk.pins() else []),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.open import capacity_of
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.index import open_index
@@ -177,13 +178,14 @@ def _index(settings: Settings) -> Check:
 
 def _store(settings: Settings) -> Check:
     try:
-        disk = DiskStore(settings.store, create=False)
+        disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_of(settings.disk_gib))
     except NotFoundError as error:
         return Check("store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True)
     models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
-    return Check(
-        "store", True, f"{settings.store}: {format_bytes(disk.nbytes())} for {', '.join(models) or 'no model'}"
-    )
+    held, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
+    within = f"of at most {format_bytes(limit)}" if limit is not None else "without a limit"
+    how = " (as much as it leaves free: disk_gib is auto)" if settings.disk_gib == "auto" else ""
+    return Check("store", True, f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}")
 
 
 def _room(settings: Settings) -> Check:

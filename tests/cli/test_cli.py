@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -360,6 +361,29 @@ def test_a_push_that_a_full_remote_refuses_says_why(run, tmp_path):
         assert "allkeys-lru" in out
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize(
+    ("disk_gib", "limit", "said"),
+    [
+        (None, None, "as much as it leaves free"),
+        ("3", 3 << 30, "3.0 GiB"),
+        ("0", None, "without a limit"),
+    ],
+)
+def test_stats_and_doctor_tell_the_limit_in_effect(run, monkeypatch, disk_gib, limit, said):
+    if disk_gib is not None:
+        monkeypatch.setenv("RAGBLEND_DISK_GIB", disk_gib)
+    stats = json.loads(run("stats", "--json", *PLACE)[1])
+    assert stats["disk_gib"] == (float(disk_gib) if disk_gib else "auto")
+    if disk_gib is None:
+        half = (shutil.disk_usage(PLACE[3]).free + stats["store_bytes"]) / 2
+        assert stats["limit_bytes"] == pytest.approx(half, rel=0.05)
+    else:
+        assert stats["limit_bytes"] == limit
+    assert ("limit: none" if disk_gib == "0" else said) in run("stats", *PLACE)[1]
+    checks = json.loads(run("doctor", "--json", *PLACE)[1])["checks"]
+    assert said in next(check["finding"] for check in checks if check["name"] == "store")
 
 
 def test_doctor_names_what_is_missing_and_the_way_out(run):

@@ -126,7 +126,7 @@ def test_verify_names_every_flipped_file(ingested, counted):
 
 
 def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, counted):
-    """A real file system of 2 MiB; the forecast is switched off, so that writing itself meets the end of the disk."""
+    """A real file system of 2 MiB; forecast and limit are switched off, so that writing itself meets the disk's end."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -137,12 +137,13 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
     try:
         sample_corpus().write(tmp_path / "corpus")
         script = (
-            "import sys, ragblend.precompute as p; p.check_room = lambda *a: 0\n"
+            "import sys, ragblend.precompute as p; p.check_room = lambda *a: ''\n"
             "from ragblend.cli.app import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
         arguments = ["ingest", str(tmp_path / "corpus"), "--store", str(small / "kv"), "--index", str(tmp_path / "i")]
         command = [sys.executable, "-c", script, *arguments, "--chunk-size", "112", "--embedder", "hashing"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        no_limit = {**os.environ, "RAGBLEND_DISK_GIB": "0"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=no_limit)
         assert done.returncode == 1, done.stderr
         assert "disk" in done.stderr
         assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ prompts or other tiers.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -38,7 +39,16 @@ from ragblend.engine.store.chunk_file import (
     write_chunk,
 )
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, ModelShape, in_memory
-from ragblend.engine.store.room import CLOCK_SLACK_S, DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, NAME, Room
+from ragblend.engine.store.room import (
+    CLOCK_SLACK_S,
+    DAMAGED_SUFFIX,
+    ENTRY_SUFFIX,
+    EVICTED_MARK,
+    NAME,
+    Capacity,
+    Room,
+    auto_limit,
+)
 from ragblend.engine.store.sealed import seal, unseal
 from ragblend.engine.store.signing import KeyChoice, StoreKey, chosen_key
 from ragblend.engine.store.sizes import format_bytes
@@ -79,9 +89,10 @@ class GcResult(NamedTuple):
 class DiskStore:
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: what its entries may hold together, None for no limit. A `put` makes room first: the least
-    recently used leave, pinned ones stay. It looks at no other entry (see `room`), so of several processes that write
-    at the same time each may exceed the budget by a sixteenth of it before it sees what the others wrote.
+    `capacity_bytes`: what its entries may hold together, None for no limit, "auto" for as much as they leave free on
+    the disk. A `put` makes room first: the least recently used leave, pinned ones stay. It looks at no other entry (see
+    `room`), so of several processes that write at the same time each may exceed the budget by a sixteenth of it before
+    it sees what the others wrote.
 
     `store_key`: entries are signed with it, and one that is not is no entry (see `signing`); by default the process's
     own, if it has one.
@@ -96,11 +107,11 @@ class DiskStore:
         *,
         fsync: bool = True,
         create: bool = True,
-        capacity_bytes: int | None = None,
+        capacity_bytes: Capacity = None,
         store_key: KeyChoice = "auto",
     ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, or None for no limit")
+        if isinstance(capacity_bytes, int) and capacity_bytes < 0:
+            raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         self.root = Path(root)
         self.capacity_bytes = capacity_bytes
         self.store_key = chosen_key(store_key)
@@ -211,6 +222,14 @@ class DiskStore:
     def nbytes(self) -> int:
         """Bytes of all entries' files, damaged ones included, on disk."""
         return sum(stat.st_size for suffix in (ENTRY_SUFFIX, DAMAGED_SUFFIX) for _, stat in self._stats(suffix))
+
+    def limit_bytes(self) -> int | None:
+        """What its entries may hold together as the disk is now; None for no limit. What is held already is within."""
+        if self.capacity_bytes != "auto":
+            return self.capacity_bytes
+        held_bytes = self.nbytes()
+        limit = max(held_bytes, auto_limit(self.root, held_bytes))
+        return int(limit) if limit < math.inf else None
 
     def entries(self) -> Iterator[StoreEntry]:
         """Every readable entry with its header, size and last use."""

@@ -112,6 +112,12 @@ class MemoryStore:
         with self._lock:
             return self._drop(key)
 
+    def clear(self) -> None:
+        """Drop everything; pins stay."""
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
+
     def keys(self) -> Iterator[str]:
         """Keys held at this moment, least recently used first."""
         with self._lock:

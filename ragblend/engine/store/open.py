@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ragblend.options import TierKeywords, TierOptions
+from ragblend.options import DiskBudget, TierKeywords, TierOptions
 
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
+    from ragblend.engine.store.room import Capacity
     from ragblend.engine.store.signing import KeyChoice
     from ragblend.engine.store.tiered import TieredStore
 
@@ -27,8 +28,9 @@ def open_store(
     """Memory over the directory `path` over a shared place: the tiers that are asked for, fastest first.
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier, 0 leaves it out. `path` None leaves the disk tier
-    out, `disk_gib` limits it (0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL;
-    one `get` from it takes `remote_timeout_s` at most. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or
+    out, `disk_gib` limits it ("auto": as much as it leaves free, see `room`; 0: no limit). `remote`:
+    `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or any fsspec URL; one `get` from it takes `remote_timeout_s` at
+    most. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or
     "fp8" in eight bits; what is there is read whatever it is. Raises NotFoundError when `path` does not exist and
     `create` is False, UsageError for what is no URL. Nothing is asked of the remote yet. `fsync` False is for a disk
     tier whose entries may go missing in a power cut. `store_key`: what entries are signed with, and must be; "auto" the
@@ -45,7 +47,7 @@ def open_store(
     if options.memory_gib > 0:
         opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
-        budget = int(options.disk_gib * GIB) or None
+        budget = capacity_of(options.disk_gib)
         disk = DiskStore(path, fsync=fsync, create=create, capacity_bytes=budget, store_key=key)
         opened.append(disk)
         for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
@@ -53,3 +55,8 @@ def open_store(
     if options.remote is not None:
         opened.append(open_remote(options.remote, timeout_s=options.remote_timeout_s, store_key=key))
     return TieredStore(*opened, kv_dtype=options.kv_dtype)
+
+
+def capacity_of(disk_gib: DiskBudget) -> Capacity:
+    """`disk_gib` as a DiskStore takes it."""
+    return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

@@ -4,13 +4,18 @@ A table in memory says what the directory holds. It follows what this process wr
 date when others may have written much of the budget, or before something is evicted; only folders that changed are
 listed then. What was used least recently leaves first.
 
+A budget of "auto" follows the disk: the store grows until it holds as much as it leaves free. Others that fill the disk
+end its growth and take nothing of what it holds: at its limit each new entry takes the place of the oldest ones.
+
 Knows names, sizes and times of files. Knows nothing about what is in an entry.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -18,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError
@@ -27,6 +32,12 @@ from ragblend.files.directory import unlink
 ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 EVICTED_MARK = "evicted"  # an empty file, once an entry had to leave for a budget: from then on not every one is missed
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
+
+Capacity = int | Literal["auto"] | None
+"""Bytes of a directory's entries; "auto": AUTO_SHARE of what is free and theirs already; None: no limit."""
+# Half leaves as much to everybody else (models, logs, a second store) as the store takes, and two stores on one disk do
+# not starve each other: each sees what the other holds as taken.
+AUTO_SHARE = 0.5
 
 LOOK_SHARE = 1 / 16  # of the budget: after that many bytes written here, look at what others wrote
 LOOK_INTERVAL_S = 1.0  # and before an eviction, if the last look is older
@@ -40,7 +51,7 @@ class _Held(NamedTuple):
 
 
 class Room:
-    """Keeps the entries of the directory `root` within `capacity_bytes`; None is no limit, and nothing is noted then.
+    """Keeps the entries of the directory `root` within `capacity`; None is no limit, and nothing is noted then.
 
     `pinned` says which entries stay. `evicted` is told of each that left. Safe to share between threads.
     """
@@ -48,15 +59,16 @@ class Room:
     def __init__(
         self,
         root: Path,
-        capacity_bytes: int | None,
+        capacity: Capacity,
         *,
         pinned: Callable[[], AbstractSet[str]],
         evicted: Callable[[str], None],
     ) -> None:
-        self._root, self._capacity_bytes = root, capacity_bytes
+        self._root, self._capacity = root, capacity
         self._pinned, self._evicted = pinned, evicted
         self._held: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
         self._used_bytes = 0
+        self._kept_bytes = 0  # held at most, less what was deleted on purpose: "auto" takes none of it away
         self._listed_ns: dict[str, int] = {}  # by folder, when it had changed last as it was listed
         self._damaged_bytes: dict[str, int] = {}  # by folder
         self._unseen_bytes = 0  # written here since the last look
@@ -68,11 +80,11 @@ class Room:
     @contextmanager
     def for_entry(self, key: str, nbytes: int) -> Iterator[None]:
         """Make room for one entry, then let the caller write it. Raises StoreFullError when there cannot be any."""
-        if self._capacity_bytes is None:
+        if self._capacity is None:
             yield
             return
         with self._put_lock:
-            self._make(key, nbytes, self._capacity_bytes)
+            self._make(key, nbytes)
             yield
             with self._lock:
                 self._hold(key, nbytes, self._now_s())
@@ -80,7 +92,7 @@ class Room:
 
     def used(self, key: str, nbytes: Callable[[], int] | None = None) -> None:
         """Note a use of an entry. One that is new here is held if `nbytes` can be asked for its size."""
-        if self._capacity_bytes is not None:
+        if self._capacity is not None:
             with self._lock:
                 if key in self._held:
                     self._hold(key, self._held[key].nbytes, self._now_s())
@@ -90,7 +102,7 @@ class Room:
     def gone(self, key: str) -> None:
         """Note that an entry was deleted."""
         with self._lock:
-            self._drop(key)
+            self._kept_bytes -= self._drop(key)
 
     def changed(self) -> None:
         """Note that entries were set aside, or removed by the dozen: the next `put` looks."""
@@ -103,9 +115,12 @@ class Room:
         self._held[key] = _Held(nbytes, used_s)
         self._used_bytes += nbytes
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: str) -> int:
+        """Hold an entry no longer; the bytes that it held."""
         held = self._held.pop(key, None)
-        self._used_bytes -= held.nbytes if held is not None else 0
+        nbytes = held.nbytes if held is not None else 0
+        self._used_bytes -= nbytes
+        return nbytes
 
     def _now_s(self) -> float:
         """Now, and never before an earlier answer: uses in this process are in the order of their turns."""
@@ -114,36 +129,50 @@ class Room:
 
     # -- making room
 
-    def _make(self, key: str, nbytes: int, capacity_bytes: int) -> None:
-        if nbytes > capacity_bytes:
-            raise StoreFullError(
-                f"chunk {key} needs {format_bytes(nbytes)}, the disk budget of {self._root} is "
-                f"{format_bytes(capacity_bytes)} in all; raise disk_gib"
-            )
-        is_fresh = self._looked_s is None or self._unseen_bytes >= capacity_bytes * LOOK_SHARE
+    def _make(self, key: str, nbytes: int) -> None:
+        is_fresh = self._looked_s is None or self._unseen_bytes >= self._limit() * LOOK_SHARE
         if is_fresh:
             self._look()
-        while (excess_bytes := self._excess(key, nbytes, capacity_bytes)) > 0:
+        limit = self._limit()  # it holds for this entry: what leaves to make room does not lower it
+        if nbytes > limit:
+            raise StoreFullError(
+                f"chunk {key} needs {format_bytes(nbytes)}, the disk budget of {self._root} is "
+                f"{format_bytes(int(limit))} in all{self._why()}; raise disk_gib"
+            )
+        while (excess_bytes := self._excess(key, nbytes, limit)) > 0:
             is_old = time.monotonic() - (self._looked_s or 0.0) > LOOK_INTERVAL_S
             leaving = None if is_old and not is_fresh else self._choose(key, excess_bytes)
             if leaving is not None:
                 self._remove(leaving)
             elif not is_fresh:
                 self._look()
-                is_fresh = True
+                is_fresh, limit = True, self._limit()
             else:
                 raise StoreFullError(
                     f"chunk {key} needs {format_bytes(nbytes)}, pinned entries leave no room for it in {self._root}; "
-                    "unpin a document (ragblend unpin DOC), or raise disk_gib"
+                    f"unpin a document (ragblend unpin DOC), or raise disk_gib{self._why()}"
                 )
 
-    def _excess(self, key: str, nbytes: int, capacity_bytes: int) -> int:
-        """By how many bytes `key` would exceed the budget."""
+    def _limit(self) -> float:
+        """Bytes that the entries may hold together now."""
+        assert self._capacity is not None
+        if self._capacity != "auto":
+            return self._capacity
+        with self._lock:
+            held_bytes = self._used_bytes + sum(self._damaged_bytes.values())
+            self._kept_bytes = max(self._kept_bytes, held_bytes)
+            return max(self._kept_bytes, auto_limit(self._root, held_bytes))
+
+    def _why(self) -> str:
+        return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
+
+    def _excess(self, key: str, nbytes: int, limit: float) -> float:
+        """By how many bytes `key` would exceed the limit."""
         with self._lock:
             own_bytes = self._held[key].nbytes if key in self._held else 0
-            return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - capacity_bytes
+            return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
 
-    def _choose(self, key: str, excess_bytes: int) -> list[str] | None:
+    def _choose(self, key: str, excess_bytes: float) -> list[str] | None:
         """Entries to remove, first to leave first; None when pinned ones leave no room."""
         spared = {*self._pinned(), key}
         with self._lock:
@@ -174,7 +203,8 @@ class Room:
             self._mark()
             if unlink(path):
                 self._evicted(key)
-            self.gone(key)
+            with self._lock:
+                self._drop(key)
 
     def _mark(self) -> None:
         """Say, before an entry leaves, that some do."""
@@ -202,7 +232,7 @@ class Room:
             self._listed_ns[folder.name] = changed_ns if is_settled else -1
         with self._lock:
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
-                self._drop(key)
+                self._kept_bytes -= self._drop(key)
             new = [key for key in found if key not in self._held]
             for key in new:
                 self._hold(key, found[key].st_size, min(found[key].st_mtime, now_s))
@@ -231,6 +261,17 @@ class Room:
                     found[key] = stat
         self._damaged_bytes[folder.name] = damaged_bytes
         return found
+
+
+def auto_limit(root: Path, held_bytes: int) -> float:
+    """How far entries in `root` that hold `held_bytes` may grow by themselves: AUTO_SHARE of what is free and theirs.
+
+    Infinite where the file system does not say how large it is."""
+    try:
+        disk = shutil.disk_usage(root)
+    except OSError:
+        return math.inf
+    return AUTO_SHARE * (disk.free + held_bytes) if disk.total else math.inf
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:

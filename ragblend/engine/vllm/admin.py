@@ -4,10 +4,11 @@
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
     POST /v1/ragblend/store/pin      {"document", "keys"}: the budget never evicts them
     POST /v1/ragblend/store/unpin    {"document"}
-    POST /v1/ragblend/store/clear    {"namespace"}: from this replica's disk and the remote tier ->
-                                     {"num_removed", "num_unread"}, the latter damaged or not to be had in the remote
+    POST /v1/ragblend/store/clear    {"namespace"}: from every replica's disk and the remote tier ->
+                                     {"num_removed", "num_unread"} of this disk and the remote tier, the latter damaged
+                                     or not to be had in the remote
 
-Knows the tiers. Other replicas' own disks are theirs: ask each of them.
+Knows the tiers. Other replicas are told over the remote tier (see `forgotten`); without one, ask each of them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore, StoreEntry
+from ragblend.engine.store.forgotten import tell
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.params import belongs_to
-from ragblend.errors import UsageError
+from ragblend.errors import BackendUnreachableError, UsageError
 
 PATH = "/v1/ragblend/store"
 MAX_CHUNKS = 1000  # of one answer
@@ -56,13 +58,13 @@ def usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     for entry in _entries(store):
         counts[entry.header.namespace] += 1
         sizes[entry.header.namespace] += entry.nbytes
-    statuses = [tier.status()._asdict() for tier in store.tiers if isinstance(tier, RemoteStore)]
+    statuses = [tier.status()._asdict() for tier in _remotes(store)]
     for status in statuses:
         del status["url"]  # where the store is, is not told
     return {
         "num_chunks": counts.total(),
         "nbytes": sizes.total(),
-        "budget_bytes": next((disk.capacity_bytes for disk in _disks(store)), None),
+        "budget_bytes": next((disk.limit_bytes() for disk in _disks(store)), None),
         "namespaces": {name: {"num_chunks": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
         "pins": {document: len(keys) for disk in _disks(store) for document, keys in disk.pins().items()},
         "remote": statuses[0] if statuses else None,
@@ -110,10 +112,12 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Forget all of a namespace, with a cache salt or without. What only the remote tier has is fetched, since its name
     does not tell whose it is."""
     namespace = _text(fields, "namespace")
+    for remote in _remotes(store):
+        tell(remote, namespace=namespace)
     doomed = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
     num_removed, num_unread = sum(map(store.delete, doomed)), 0
     held = {entry.key for entry in _entries(store)}
-    for remote in [tier for tier in store.tiers if isinstance(tier, RemoteStore)]:
+    for remote in _remotes(store):
         listed = list(remote.keys())
         for key in listed:
             if key not in held:
@@ -122,6 +126,27 @@ def clear(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
                 if kv is not None and belongs_to(kv.header.namespace, namespace):
                     num_removed += store.delete(key)
     return {"num_removed": num_removed, "num_unread": num_unread}
+
+
+def forget_everywhere(store: TieredStore, keys: list[str]) -> int:
+    """Remove entries here and from the remote tier, and tell the other replicas first; how many were there.
+
+    Raises BackendUnreachableError, with the entries gone from this disk, when the others cannot be told."""
+    failure: BackendUnreachableError | None = None
+    for remote in _remotes(store) if keys else ():
+        try:
+            tell(remote, keys=keys)
+        except BackendUnreachableError as error:
+            failure = error
+    num_removed = 0
+    for key in keys:
+        try:
+            num_removed += store.delete(key)
+        except BackendUnreachableError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return num_removed
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -139,6 +164,10 @@ def _text(fields: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f'send {{"{name}": "..."}}')
     return value
+
+
+def _remotes(store: TieredStore) -> list[RemoteStore]:
+    return [tier for tier in store.tiers if isinstance(tier, RemoteStore)]
 
 
 def _disks(store: TieredStore) -> list[DiskStore]:

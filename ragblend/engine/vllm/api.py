@@ -27,7 +27,7 @@ from typing import Any
 
 from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.store.tiered import disk_tier
-from ragblend.engine.vllm.admin import add_admin
+from ragblend.engine.vllm.admin import add_admin, forget_everywhere
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.gate import App, Gate, Receive, Scope, Send, gate_of, granted
 from ragblend.engine.vllm.launch import find_checkpoint
@@ -84,6 +84,7 @@ def equip(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = granted()
         namespace = {} if grant is None else {"namespace": grant.namespace}
+        await chunks.follow(app.state.engine_client)
         return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
 
     async def stored(request: Request) -> Response:
@@ -149,10 +150,22 @@ class ServedChunks:
             log.warning("%s", error)
             return None
 
+    async def follow(self, engine_client: Any) -> None:
+        """Learn which weights the workers have now; what was known stays where they cannot be asked."""
+        try:
+            found = set(filter(None, await _of_all_workers(engine_client, "ragblend_fingerprint")))
+        except Exception as error:  # a dead engine is `/health`'s to tell
+            log.warning("the workers do not say which weights they have: %s", error)
+            return
+        if found and self._fingerprint not in found:
+            self._fingerprint = min(found)
+            self.store.expect(self._fingerprint, model_shape(self._model))
+
     def facts(self) -> dict[str, Any]:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
-            return {**self._facts, "context": self._context or self._remembered()}
+            now = {"fingerprint": self._fingerprint, "context": self._context or self._remembered()}
+            return {**self._facts, **now}
         dtype = str(self._model.dtype).removeprefix("torch.")
         checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
         self._facts = {
@@ -174,8 +187,9 @@ class ServedChunks:
         return [key in owned for key in keys]
 
     def forget(self, keys: list[str], grant: Grant | None) -> int:
-        """Remove those that are the caller's to remove; how many were there."""
-        return sum(map(self.store.delete, self.owned(keys, grant)))
+        """Remove those that are the caller's to remove, and have other replicas do so; how many were there."""
+        keys = self.owned(keys, grant)
+        return forget_everywhere(self.store, keys)
 
     def owned(self, keys: list[str], grant: Grant | None) -> list[str]:
         """Those of `keys` that `grant` may know about. A key alone does not say whose it is: the entry does.

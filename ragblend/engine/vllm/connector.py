@@ -15,22 +15,31 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import StoreCounters
+from ragblend.engine.store.forgotten import Heeded
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.counting import TierWatch
 from ragblend.engine.vllm.loading import MemoryChange, MemoryWatch
-from ragblend.engine.vllm.params import told
-from ragblend.engine.vllm.plugin import loaded_model, register
+from ragblend.engine.vllm.params import belongs_to, told
+from ragblend.engine.vllm.plugin import loaded_model, register, weight_updates
 from ragblend.engine.vllm.scheduler import BlendScheduler
-from ragblend.engine.vllm.support import check_version, model_fingerprint, model_shape, refuse_unsupported
+from ragblend.engine.vllm.support import (
+    check_version,
+    model_fingerprint,
+    model_shape,
+    refuse_unsupported,
+    updated_fingerprint,
+)
 from ragblend.engine.vllm.worker import BlendWorker, Finished, Job
 from ragblend.errors import RagblendError
 
@@ -57,26 +66,31 @@ _REPORTS_KEPT = 1024  # for requests that a stop string ends; see extension
 
 @dataclass
 class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Scheduler to workers: what to blend next, what to read into memory, whether to tell what is there, and whether
-    vLLM itself computes nothing in this step."""
+    """Scheduler to workers: what to blend next, what to read into memory, whether to tell what is there, whether vLLM
+    itself computes nothing in this step, what to forget, and whether to drop what is in memory."""
 
     jobs: list[Job] = field(default_factory=list)
     ahead: list[str] = field(default_factory=list)
     asks: bool = False
     is_idle: bool = False
+    forgotten: Heeded = field(default_factory=Heeded)
+    drops_memory: bool = False
 
 
 @dataclass
 class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: what was done, by request, and what the first rank's memory tier holds since then."""
+    """Workers to scheduler: what was done, by request, what the first rank's memory tier holds since then, and the
+    fingerprint of weights that came in place of others."""
 
     reports: dict[str, BlendReport] = field(default_factory=dict)
     memory: MemoryChange | None = None
+    fingerprint: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Of several ranks' reports on one request the first counts: they agree but for the seconds."""
         memory = self.memory if self.memory is not None else other.memory
-        return BlendReports({**other.reports, **self.reports}, memory)
+        fingerprint = self.fingerprint if self.fingerprint is not None else other.fingerprint
+        return BlendReports({**other.reports, **self.reports}, memory, fingerprint)
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -101,6 +115,10 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
         self._told: OrderedDict[str, BlendReport] = OrderedDict()
+        self._updates = weight_updates()
+        self._fingerprint = ""
+        self._num_updates = 0
+        self._new_fingerprint: str | None = None  # not yet told to the scheduler
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
             self._remote = self.scheduler.remote
@@ -128,13 +146,26 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
         assert self.scheduler is not None
         is_idle = not scheduler_output.total_num_scheduled_tokens
-        return BlendMetadata(*self.scheduler.take_jobs(), self.scheduler.loading.asks, is_idle)
+        jobs, ahead = self.scheduler.take_jobs()
+        asks, forgotten, drops = (
+            self.scheduler.loading.asks, self.scheduler.take_forgotten(), self.scheduler.take_reset()
+        )  # fmt: skip
+        return BlendMetadata(jobs, ahead, asks, is_idle, forgotten, drops)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, BlendReports) and self.scheduler is not None:
+            if meta.fingerprint is not None:
+                self.scheduler.weights_changed(meta.fingerprint)
             self.scheduler.take_reports(meta.reports, meta.memory)
+
+    def reset_cache(self) -> bool:
+        """vLLM's caches are reset, external ones too: the workers' memory is dropped with the next step. What is on
+        disk is the KV of the weights in its key, and stays."""
+        if self.scheduler is not None:
+            self.scheduler.reset()
+        return True
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -178,7 +209,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
         self._store = store = self.config.open_local(memory=True)
-        store.expect(model_fingerprint(model_config), model_shape(model_config))
+        self._updates, self._fingerprint = weight_updates(), model_fingerprint(model_config)
+        store.expect(self._fingerprint, model_shape(model_config))
         self._watch = MemoryWatch(store) if layers.rank == 0 else None
         self._tiers = TierWatch(store, shows_bytes=True) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
@@ -195,11 +227,66 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._store is not None
         meta = self._get_connector_metadata()
         self._asked_to_tell = meta.asks
+        self._follow_weights()
+        if meta.drops_memory:
+            self._drop_memory()
+        if any(meta.forgotten):
+            self._forget(meta.forgotten)
         if meta.ahead:
             self._store.prefetch(meta.ahead)
         for job in meta.jobs:
             self._worker.submit(job)
         self._collect(self._worker.run_slice(meta.is_idle))
+
+    def fingerprint(self) -> str:
+        """Of the weights that this worker has now."""
+        self._follow_weights()
+        return self._fingerprint
+
+    def _follow_weights(self) -> None:
+        """Where the model has got other weights, have their KV be another's."""
+        assert self._worker is not None
+        assert self._store is not None
+        updates = weight_updates()
+        if updates == self._updates:
+            return
+        self._updates, model = updates, self._vllm_config.model_config
+        # Every rank sees the same updates between the same steps, so all come to the same name.
+        self._num_updates += 1
+        # Engines of one server (data parallel) get the same weights; its name is without the engine's number.
+        server = str(self._kv_transfer_config.engine_id).partition("_dp")[0]
+        found = updated_fingerprint(model, updates.path, self._fingerprint, f"{server}-{self._num_updates}")
+        if found == self._fingerprint:  # the same weights again, as after vLLM has slept
+            return
+        self._fingerprint = self._new_fingerprint = found
+        self._store.expect(found, model_shape(model))
+        self._collect(self._worker.weights_changed(found))
+        self._drop_memory()
+        if updates.path is None:  # nobody else can have those weights by name
+            self._worker.write_to(self._store.put)
+
+    def _drop_memory(self) -> None:
+        assert self._store is not None
+        for tier in self._store.tiers:
+            if isinstance(tier, MemoryStore):
+                tier.clear()
+
+    def _forget(self, forgotten: Heeded) -> None:
+        """Let go of what this disk has forgotten. What was told while this process wrote goes from the remote tier
+        again: a write of ours may have come after the teller's."""
+        assert self._worker is not None
+        assert self._store is not None
+        assert self._through is not None
+        doomed = {*forgotten.keys}
+        for tier in self._store.tiers:
+            if isinstance(tier, MemoryStore):
+                owned = [h.key for h in tier.headers() if any(belongs_to(h.namespace, n) for n in forgotten.namespaces)]
+                doomed.update(owned)
+        for key in doomed:
+            self._store.delete_near(key)
+        fresh = forgotten.fresh_keys if self._remote is not None else ()
+        if fresh:
+            self._worker.after_writing(partial(_delete_each, self._through, fresh))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose context is filled. Those that ended meanwhile are dropped, which frees their blocks."""
@@ -236,7 +323,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         change = None
         if self._watch is not None:
             change, self._asked_to_tell = self._watch.change(self._asked_to_tell), False
-        return BlendReports(reports, change) if reports or change is not None else None
+        found, self._new_fingerprint = self._new_fingerprint, None
+        is_news = bool(reports) or change is not None or found is not None
+        return BlendReports(reports, change, found) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose fusing failed: vLLM computes them itself."""
@@ -294,6 +383,14 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics:
         """Counters, histograms and gauges for `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _delete_each(store: TieredStore, keys: Sequence[str]) -> None:
+    for key in keys:
+        try:
+            store.delete(key)
+        except RagblendError as error:
+            log.warning("KV %s was forgotten, and may be in the remote tier: %s", key, error)
 
 
 def __getattr__(name: str) -> Any:

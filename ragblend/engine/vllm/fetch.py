@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.forgotten import Listener
 from ragblend.engine.store.remote.tier import NUM_FETCHES, RemoteStore
 from ragblend.errors import RagblendError
 
@@ -42,11 +43,12 @@ class RemoteFetch:
     """Brings chunks from `remote` into the `local` store in the background. Nothing here waits for either.
 
     Requests that want the same chunk at the same time fetch it once. A remote that is slow, down or lying, and a local
-    store that is full or cannot be written, cost those chunks: they stay misses. `close` ends the threads.
+    store that is full or cannot be written, cost those chunks: they stay misses. `listener` hears what is forgotten
+    meanwhile. `close` ends the threads.
     """
 
-    def __init__(self, remote: RemoteStore, local: KVStore, timeout_s: float) -> None:
-        self.remote = remote
+    def __init__(self, remote: RemoteStore, local: KVStore, timeout_s: float, listener: Listener | None = None) -> None:
+        self.remote, self._listener = remote, listener
         self._local, self._timeout_s = local, timeout_s
         self._pool = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-fetch")
         self._coming: dict[str, Future[None]] = {}
@@ -67,14 +69,20 @@ class RemoteFetch:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.remote.close(timeout_s=0.0)
 
+    def _num_heeded(self) -> int:
+        return self._listener.num_heeded if self._listener is not None else 0
+
     def _bring(self, key: str, until_s: float) -> None:
         try:
             # It came between the question and this; or nobody waits for it any more, and a slow remote is left alone.
             if self._local.contains(key) or monotonic() > until_s:
                 return
+            num_heeded = self._num_heeded()
             kv = self.remote.fetch_ahead([key], until_s).get(key)
             if kv is not None:
                 self._local.put(kv)
+                if self._num_heeded() != num_heeded:  # it may be what was forgotten while it was on its way
+                    self._local.delete(key)
         except RagblendError as error:
             log.warning("KV %s came from %s and found no place here: %s", key, self.remote.values.url, error)
         finally:

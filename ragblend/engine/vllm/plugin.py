@@ -10,16 +10,41 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
+
+from ragblend.engine.vllm.tracing import trace_reports
 
 # At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch
 # when they are collected, and collected while a later engine in this process compiles they break what that one traces.
 _loaded: list[weakref.ref[Any]] = []
 
 
+class WeightUpdates(NamedTuple):
+    """How often this process's model got other weights since it was loaded, and where the last came from: a folder, ""
+    for the folder it was loaded from, None where nobody can say."""
+
+    number: int = 0
+    path: str | None = None
+
+
+_updates = [WeightUpdates()]
+
+
+def weights_updated(path: str | None = None) -> None:
+    """Note that the model has got other weights. vLLM's own ways are noticed; code that writes into parameters by
+    itself calls this, in every worker."""
+    _updates[0] = WeightUpdates(_updates[0].number + 1, path)
+
+
+def weight_updates() -> WeightUpdates:
+    """What is noted so far."""
+    return _updates[0]
+
+
 def register() -> None:
     """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
     log_as_vllm()
+    trace_reports()
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.load_model
@@ -29,11 +54,37 @@ def register() -> None:
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        _loaded[:] = [weakref.ref(self.get_model())]
+        model = self.get_model()
+        _loaded[:] = [weakref.ref(model)]
+        model.load_weights = _noting(model.load_weights)
         return result
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
+    # What brings weights from elsewhere than `model.load_weights`, or knows the folder that they come from.
+    for name in ("reload_weights", "update_weights", "finish_weight_update"):
+        if hasattr(Worker, name):
+            setattr(Worker, name, _noting(getattr(Worker, name), _folder if name == "reload_weights" else None))
+
+
+def _noting(update: Any, folder: Any = None) -> Any:
+    """`update`, noted when it has ended, well or not."""
+
+    @functools.wraps(update)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return update(*args, **kwargs)
+        finally:
+            weights_updated(folder(*args, **kwargs) if folder is not None else None)
+
+    return noting
+
+
+def _folder(
+    worker: Any, weights_iterator: Any = None, weights_path: str | None = None, *rest: Any, **more: Any
+) -> str | None:
+    """Where `reload_weights` reads, as vLLM's worker has its arguments."""
+    return (weights_path or "") if weights_iterator is None else None
 
 
 class _AsVllm(logging.Handler):

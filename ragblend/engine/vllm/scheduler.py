@@ -16,8 +16,8 @@ from typing import Any
 from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name, neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.store.forgotten import Heeded, Listener
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ModelShape
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
@@ -29,6 +29,7 @@ from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
     BlendParams,
+    belongs_to,
     cache_salt_of,
     parse_params,
     salted_namespace,
@@ -51,6 +52,7 @@ class _Asked:
     report: BlendReport
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
+    fingerprint: str = ""  # of the weights that those were looked up for
     coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
     waited_s: float = 0.0  # for those
     choice: Chosen | None = None  # what a calibration says; None where nothing is fused
@@ -77,15 +79,16 @@ class BlendScheduler:
         self.disk = disk
         self.remote = config.open_remote()
         self._fetch: RemoteFetch | None = None
+        self.listener: Listener | None = None
         if self.remote is not None:
-            self._fetch = RemoteFetch(self.remote, self.disk, config.remote_timeout_s)
+            self.listener = Listener(self.disk, self.remote, belongs_to)
+            self.listener.start()  # before the first request: this replica may have been down when others forgot
+            self._fetch = RemoteFetch(self.remote, self.disk, config.remote_timeout_s, self.listener)
         model = vllm_config.model_config
-        self.fingerprint, shape = model_fingerprint(model), model_shape(model)
-        for tier in (self.disk, self.remote):
-            if tier is not None:
-                tier.expect(self.fingerprint, shape)
-        root, key = self.disk.root, self.disk.store_key
-        self._calibrations = Calibrations(root, self.fingerprint, len(shape.layers), key)
+        self._shape, self._model_name = model_shape(model), str(model.model)
+        self.fingerprint = model_fingerprint(model)
+        self._calibrations = self._expect()
+        shape, root, key = self._shape, self.disk.root, self.disk.store_key
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = Loading(machine, self.disk)
@@ -97,7 +100,32 @@ class BlendScheduler:
                 "start the server with: ragblend serve",
                 config.store,
             )
-        self._note_model(str(model.model), shape)
+        self._drops_memory = False
+        self._note_model()
+
+    def _expect(self) -> Calibrations:
+        """Have the tiers expect this model's KV; what was calibrated for it."""
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                tier.expect(self.fingerprint, self._shape)
+        return Calibrations(self.disk.root, self.fingerprint, len(self._shape.layers), self.disk.store_key)
+
+    def weights_changed(self, fingerprint: str) -> None:
+        """The workers compute with other weights from here on: only KV of those is looked for."""
+        if fingerprint != self.fingerprint:
+            log.warning("the model's weights were updated: KV of the old ones is not used any more")
+            self.fingerprint = fingerprint
+            self._calibrations = self._expect()
+            self._note_model()
+
+    def reset(self) -> None:
+        """Have the workers drop what they hold in memory."""
+        self._drops_memory = True
+
+    def take_reset(self) -> bool:
+        """Whether they are to, since the last call."""
+        drops, self._drops_memory = self._drops_memory, False
+        return drops
 
     def on_new_request(self, request: Any) -> None:
         """Read what a request asks for, look its chunks up, and keep its KV out of the exact prefix cache."""
@@ -195,6 +223,7 @@ class BlendScheduler:
     def _settle(self, request: Any, asked: _Asked) -> None:
         """Look the request's chunks up on this machine's disk, and decide up to where its context will be filled."""
         ids, spans = request.prompt_token_ids, asked.params.spans
+        asked.fingerprint = self.fingerprint
         if asked.params.mode == "ingest":
             asked.stored, asked.end = self._ingested(ids, asked.params), spans[-1][1]
             self._remember(asked.params.context)
@@ -344,7 +373,7 @@ class BlendScheduler:
                 asked.end,
                 asked.stored,
                 tuple(block_ids),
-                self.fingerprint,
+                asked.fingerprint,
                 fit.reads if fit is not None else None,
             )
         )
@@ -399,12 +428,19 @@ class BlendScheduler:
                 self.counting.first_token(asked.report.mode, asked.request.arrival_time)
             asked.request = None
 
+    def take_forgotten(self) -> Heeded:
+        """What other replicas have forgotten since the last call: the disk has, the workers are to."""
+        return self.listener.take() if self.listener is not None else Heeded()
+
     def close(self) -> None:
         """End the threads that fetch."""
+        if self.listener is not None:
+            self.listener.stop()
         if self._fetch is not None:
             self._fetch.close()
 
-    def _note_model(self, name: str, shape: ModelShape) -> None:
+    def _note_model(self) -> None:
+        name, shape = self._model_name, self._shape
         models = self.disk.models()
         if self.fingerprint not in models:
             if models:

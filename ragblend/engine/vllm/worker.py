@@ -116,6 +116,14 @@ class _Running:
     unread_s: float = 0.0  # what it has waited for those before
 
 
+_OUTDATED = UsageError("the model's weights were updated")
+
+
+def _outdated() -> Steps[_Outcome]:
+    yield 0  # a generator, as every job is
+    raise _OUTDATED
+
+
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
 
@@ -133,6 +141,7 @@ class BlendWorker:
         shown: Callable[[BaseException], str] = str,
     ) -> None:
         self._shown = shown
+        self.fingerprint: str | None = None  # of the weights; None: as the jobs say
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
@@ -149,10 +158,30 @@ class BlendWorker:
         self._store = store
 
     def submit(self, job: Job) -> None:
-        """Queue a job."""
+        """Queue a job. What was looked up for other weights is not used: such a chunk is computed, such a blend fails,
+        and vLLM computes it."""
+        if self.fingerprint not in (None, job.fingerprint):
+            if job.params.mode != "ingest":
+                self._jobs.append(_Running(job, _outdated()))
+                return
+            job = replace(job, fingerprint=self.fingerprint, stored=())
         is_known = any(span.end == job.end for span in job.stored)
         steps = self._ingest(job) if job.params.mode == "ingest" and not is_known else self._blend(job)
         self._jobs.append(_Running(job, steps))
+
+    def weights_changed(self, fingerprint: str) -> list[Finished]:
+        """Other weights compute from here on: what is under way fails, and nothing of the old ones is kept."""
+        self.fingerprint = fingerprint
+        self._prefixes.clear()
+        return [self._failed(running, _OUTDATED) for running in list(self._jobs)]
+
+    def write_to(self, write: Callable[[ChunkKV], None]) -> None:
+        """Store new chunks by `write` from now on."""
+        self._write = write
+
+    def after_writing(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread that stores chunks, behind those that wait to be stored."""
+        self._writer.submit(action)
 
     def cancel(self, request_id: str) -> list[Finished]:
         """Drop a request's job, if it has one here. Its blocks are not written to any more."""

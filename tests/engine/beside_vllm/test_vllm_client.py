@@ -696,9 +696,9 @@ def test_a_client_is_an_engine(client: VllmClient) -> None:
 
 
 def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script: Script, url: str) -> None:
-    defaults = {"memory_gib": 2.0, "disk_gib": 0.0, "remote": None, "kv_dtype": "auto"}
+    defaults = {"memory_gib": 2.0, "disk_gib": "auto", "remote": None, "kv_dtype": "auto"}
     load_engine("demo", backend=url, **defaults).close()  # what the command line passes when nothing is set
-    for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"memory_gib": 0.0}):
+    for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"disk_gib": 0}, {"memory_gib": 0.0}):
         [name] = setting
         with pytest.raises(UsageError, match=f"RAGBLEND_{name.upper()}=... ragblend serve"):
             load_engine("demo", backend=url, **setting)

@@ -14,11 +14,13 @@ from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.forgotten import Listener, tell
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
+from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import UsageError
 
 pytestmark = pytest.mark.timeout(120)
@@ -102,6 +104,29 @@ def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made
     time.sleep(0.7)
     assert 8 <= len(list(disk.keys())) <= 16
     assert values.calls.count("get") <= 16
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
+    forgets: bool, tmp_path: Path, made: list[RemoteFetch]
+) -> None:
+    """Another replica forgets the chunk after the remote tier has sent it, and before it is on this disk."""
+    values, disk = DictValues(), DiskStore(tmp_path)
+    values.data = {KEYS[0]: encode_chunk(KVS[0])}
+    remote = RemoteStore(values, timeout_s=60)
+    listener, ask = Listener(disk, remote, belongs_to), values.get
+
+    def answer(name: str) -> bytes | None:
+        data = ask(name)
+        if forgets:
+            tell(remote, keys=[name])
+            listener.look()
+        return data
+
+    values.get = answer  # type: ignore[method-assign]
+    made.append(RemoteFetch(remote, disk, timeout_s=60, listener=listener))
+    wait_for(made[0].start(KEYS[:1]))
+    assert list(disk.keys()) == ([] if forgets else KEYS[:1])
 
 
 @pytest.mark.parametrize("trouble", ["down", "lying"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ except ImportError as error:
     raise ImportError("an object store tier needs fsspec: pip install 'ragblend[s3]'") from error
 
 SUFFIX = ".safetensors"
+NOTES = "notes"  # a folder of its own, so that listing them lists no chunk
 CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
@@ -63,7 +65,9 @@ class ObjectValues:
 
     def get(self, name: str) -> bytes | None:
         """The object's bytes, or None."""
-        path = self._path(name)
+        return self._read(self._path(name))
+
+    def _read(self, path: str) -> bytes | None:
         try:
             return self._within(self._timeout_s, self._streamed(path)) if self._fs.async_impl else self._opened(path)
         except FileNotFoundError:
@@ -71,7 +75,9 @@ class ObjectValues:
 
     def put(self, name: str, data: bytes) -> None:
         """Write the object. A local folder gets it in one step, as object stores do by themselves."""
-        path = self._path(name)
+        self._write(self._path(name), data)
+
+    def _write(self, path: str, data: bytes) -> None:
         if isinstance(self._fs, LocalFileSystem):
             self._guard(lambda: self._directory().write(Path(path), data))
         else:
@@ -112,6 +118,31 @@ class ObjectValues:
             return 0
         found: int = self._guard(lambda: self._directory().clean())
         return found
+
+    def notes(self) -> list[str]:
+        """Names of the notes; lists their folder alone."""
+        try:
+            found = self._call("find", f"{self._root}/{NOTES}", timeout_s=WRITE_TIMEOUT_S)
+        except FileNotFoundError:
+            return []
+        names = (str(path).rpartition("/")[2] for path in found)
+        return [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+
+    def get_note(self, name: str) -> bytes | None:
+        """The note, or None."""
+        return self._read(self._note(name))
+
+    def put_note(self, name: str, data: bytes) -> None:
+        """Write a note, as a chunk is written."""
+        self._write(self._note(name), data)
+
+    def drop_note(self, name: str) -> None:
+        """Remove a note, if it is there."""
+        with suppress(FileNotFoundError):
+            self._call("rm_file", self._note(name))
+
+    def _note(self, name: str) -> str:
+        return f"{self._root}/{NOTES}/{name}.json"
 
     def ping(self) -> None:
         """One round trip: ask for the bucket; one that is not there is a failure."""

@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError("a redis:// tier needs redis-py: pip install 'ragblend[redis]'") from error
 
 PREFIX = "ragblend:kv:"
+NOTES = "ragblend:notes"  # a hash: its names come without a walk through the database
 CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 WALK_TIMEOUT_S = 600.0  # for all of a database, as `stats` and `gc` ask for
@@ -138,6 +139,26 @@ class RedisValues:
     def clean(self) -> int:
         """Nothing to do: a value appears whole."""
         return 0
+
+    def notes(self) -> list[str]:
+        """Names of the notes."""
+        with self._call(self._timeout_s):
+            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", self._reader.hkeys(NOTES))]
+
+    def get_note(self, name: str) -> bytes | None:
+        """The note, or None."""
+        with self._call(self._timeout_s):
+            return cast("bytes | None", self._reader.hget(NOTES, name))
+
+    def put_note(self, name: str, data: bytes) -> None:
+        """Keep a note, in one step."""
+        with self._call(self._timeout_s):
+            self._writer.hset(NOTES, name, data)
+
+    def drop_note(self, name: str) -> None:
+        """Remove a note, if it is there."""
+        with self._call(self._timeout_s):
+            self._reader.hdel(NOTES, name)
 
     def ping(self) -> None:
         """One round trip."""

@@ -1,0 +1,170 @@
+"""What was forgotten, told to every replica that shares a remote tier, also to one that is down at that moment.
+
+    REMOTE notes/ID         a record: keys, or a namespace, and when
+    ROOT/forgotten/ID.json  the same, once this disk has heeded it
+
+Who forgets leaves a record in the remote tier. Each replica looks for records that its own disk has not heeded, at its
+start and every few seconds, and heeds each once: what is stored again afterwards stays. A record that the remote tier
+has lost is put back by whoever has heeded it. After KEPT_S it goes, here and there.
+Knows stores, keys and namespaces. Knows nothing about servers, prompts or models.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.sealed import seal, unseal
+from ragblend.errors import RagblendError, StoreNotWritableError
+from ragblend.files.directory import Directory, unlink
+from ragblend.files.reading import read_file
+
+log = logging.getLogger(__name__)
+
+FORGOTTEN_DIR = "forgotten"
+LOOK_EVERY_S = 5.0
+KEPT_S = 90 * 86_400.0  # a replica that was down for longer starts with an empty disk, or is cleared by hand
+_KIND = "forgotten"
+_NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and chance
+_FRESH_S = 60.0  # clocks of replicas may be off by so much
+_MAX_RECORD_BYTES = 1 << 20
+
+
+class Record(NamedTuple):
+    """What is to be forgotten: `keys`, and everything of `namespace` where that is given."""
+
+    name: str
+    keys: tuple[str, ...] = ()
+    namespace: str | None = None
+
+    @property
+    def time_s(self) -> float:
+        """When it was told, in seconds since the epoch, by the teller's clock."""
+        return int(self.name[:13]) / 1e3
+
+
+class Heeded(NamedTuple):
+    """What one look found: keys that this disk has forgotten, and namespaces.
+
+    `fresh_keys`: those told while this process was running. It may have sent them to the remote tier afterwards."""
+
+    keys: tuple[str, ...] = ()
+    fresh_keys: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
+
+
+def tell(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Record:
+    """Leave a record in `remote`. Raises BackendUnreachableError: then nobody else was told."""
+    record = Record(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
+    facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
+    remote.values.put_note(record.name, seal(facts, _KIND, remote.store_key))
+    return record
+
+
+class Listener:
+    """Heeds records of `remote` for `disk`. `belongs`: whether KV of one namespace is of another, salts and all.
+
+    `start` looks in a thread of its own, `take` is what was heeded since the last call."""
+
+    def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
+        self._disk, self._remote, self._belongs = disk, remote, belongs
+        self._folder = disk.root / FORGOTTEN_DIR
+        self._directory = Directory(disk.root, fsync=True)
+        self._known: set[str] | None = None  # heeded in this process, or on this disk before it began
+        self._born_s = time.time()
+        self._heeded: list[Heeded] = []
+        self.num_heeded = 0  # records, since this process began
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Look now, and from then on in the background."""
+        self.look()
+        threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def take(self) -> Heeded:
+        """What was heeded since the last call."""
+        with self._lock:
+            heeded, self._heeded = self._heeded, []
+        return Heeded(*(tuple(item for each in heeded for item in each[part]) for part in range(len(Heeded._fields))))
+
+    def _work(self) -> None:
+        while not self._stopped.wait(LOOK_EVERY_S):
+            self.look()
+
+    def look(self) -> None:
+        """Heed what is new, put back what the remote tier has lost, drop what is old. A remote that is down costs
+        nothing but the news."""
+        try:
+            there = {name for name in self._remote.values.notes() if _NAME.fullmatch(name)}
+            here = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
+            oldest = f"{int((time.time() - KEPT_S) * 1e3):013d}"
+            self._known = set(here) if self._known is None else self._known
+            for name in sorted(there - self._known):  # also one that another process over this disk was first to heed
+                if name > oldest:
+                    self._heed(name)
+                    self._known.add(name)
+            for name in sorted(here - there):
+                if name > oldest:
+                    self._remote.values.put_note(name, read_file(self._path(name)))
+            for name in [name for name in there | here if name < oldest]:
+                unlink(self._path(name))
+                self._remote.values.drop_note(name)
+        except (RagblendError, OSError) as error:
+            log.warning("what other replicas have forgotten is not known at this moment: %s", error)
+
+    def _heed(self, name: str) -> None:
+        data = self._remote.values.get_note(name)
+        try:
+            record = _read(name, data, self._remote)
+        except ValueError as error:
+            log.warning("a record of what was forgotten is not heeded: %s: %s", name, error)
+            return
+        assert data is not None
+        keys = set(record.keys)
+        if record.namespace is not None:
+            named = (header for header in self._disk.headers() if self._belongs(header.namespace, record.namespace))
+            keys.update(header.key for header in named)
+        with self._lock:  # before anything goes, so that a fetch under way notices
+            self.num_heeded += 1
+        for key in keys:
+            self._disk.delete(key)
+        fresh = tuple(keys) if record.time_s > self._born_s - _FRESH_S else ()
+        namespaces = () if record.namespace is None else (record.namespace,)
+        with self._lock:
+            self._heeded.append(Heeded(tuple(keys), fresh, namespaces))
+        try:
+            self._directory.write(self._path(name), data)  # last: killed before, it is heeded again
+        except StoreNotWritableError:
+            self._stopped.set()
+            raise
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+
+def _read(name: str, data: bytes | None, remote: RemoteStore) -> Record:
+    """Raises ValueError for what nobody told."""
+    if data is None or len(data) > _MAX_RECORD_BYTES:
+        raise ValueError("it is gone or too large")
+    facts = unseal(data, _KIND, remote.store_key)
+    keys, namespace = facts.get("keys"), facts.get("namespace")
+    if facts.get("name") != name or not _are_texts(keys) or not isinstance(namespace, str | None):
+        raise ValueError("it is no such record")
+    return Record(name, tuple(keys or ()), namespace)
+
+
+def _are_texts(keys: object) -> bool:
+    return isinstance(keys, list) and all(isinstance(key, str) for key in keys)
