@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +15,6 @@ import pytest
 from openai import OpenAI
 from servers import HttpServer, free_port
 
-from benchmarks.soak import deployment as soaked
-from benchmarks.soak.clients import Client, Turnstile
-from benchmarks.soak.ledger import Ledger, Stored, sums
-from benchmarks.soak.work import TENANTS, Text, Work, compute_references
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import RagblendError
@@ -33,7 +28,6 @@ KEYS = {
     ASKER: {"namespace": "acme", "rights": ["ask"]},
     INGESTER: {"namespace": "acme", "rights": ["ingest"]},
     ADMIN: {"namespace": "ops", "rights": ["admin"]},
-    **soaked.grants(TENANTS),
 }
 ROUTES = """
 import json
@@ -251,25 +245,3 @@ def test_openai_clients_need_no_more_than_their_key(served: Served) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     answer = client.completions.create(model="demo", prompt=f"{A} {QUESTION}", max_tokens=2)
     assert answer.choices[0].text
-
-
-def test_clients_that_hang_up_get_right_answers_find_nothing_foreign_and_are_counted(
-    served: Served, tmp_path: Path
-) -> None:
-    """The clients of `python -m benchmarks.soak`, for a minute, over this server."""
-    with load_engine("demo", tmp_path, on_miss="inline") as engine:
-        work = Work(engine, 6, seed=0)
-        ledger = Ledger(compute_references(work.questions, "demo", lambda _: None), Stored())
-        replica, turnstile, fresh = soaked.Served("served", served.url), Turnstile(160, 600.0), deque[Text](maxlen=50)
-        replica.begin()
-        clients = [Client(number, 0, work, [replica], ledger, turnstile, fresh) for number in range(8)]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
-        replica.read_counters()
-    assert [client.error for client in clients] == [None] * len(clients)
-    assert ledger.problems == []
-    assert [each for each in sums(replica.lives[0], ledger.of("served")) if not each.is_right] == []
-    seen = ("answers_compared", "attempts_left", "chunks_only_others_have", "found_none", "found_some", "found_all")
-    assert all(ledger.counts[name] for name in seen), ledger.counts
