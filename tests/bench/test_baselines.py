@@ -214,6 +214,11 @@ def test_baselines_are_drawn_over_the_time_to_first_token_only(result: QualityRe
         labels = set(axes.get_legend_handles_labels()[1])
         others = {"full", "prefix", *BASELINES} if panel.place == "ttft_s" else set()
         assert labels == {"reuse", "cacheblend", *others}
+        if panel.place == "ttft_s":  # times far apart are told apart only so
+            fast, slow = Figure().subplots(1, 2)
+            plot_panel(fast, panel, [{**run, "ttft_s": 1.0} for run in runs])
+            plot_panel(slow, panel, [{**run, "ttft_s": 30.0 if run["mode"] in BASELINES else 1.0} for run in runs])
+            assert (fast.get_xscale(), slow.get_xscale()) == ("linear", "log")
     plot_quality(result.as_dict(), tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 

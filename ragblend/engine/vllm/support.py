@@ -85,6 +85,11 @@ def refusals(vllm_config: Any) -> list[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             reasons.append(f"{name} is {getattr(parallel, name)}: the KV of one token is not in one place")
+    if getattr(parallel, "data_parallel_size", 1) > 1 and getattr(model, "is_moe", False):
+        reasons.append(
+            f"data_parallel_size is {parallel.data_parallel_size} and it has experts: its layers wait for the other "
+            "engines, which do not take part in a blend; start as many servers behind a router (docs/deploy.md)"
+        )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in ("auto", "bfloat16", "float16", "float32") or cache_dtype not in ("auto", _name(model.dtype)):
         reasons.append(

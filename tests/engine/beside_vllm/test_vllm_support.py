@@ -57,6 +57,7 @@ def test_what_is_supported_is_not_refused():
     assert refusals(config(cache_dtype="bfloat16")) == []
     assert refusals(config(speculative_config=SimpleNamespace(method="ngram"))) == []
     assert refusals(config({"sliding_window": 4096, "use_sliding_window": False})) == []
+    assert refusals(config(model={"is_moe": True})) == refusals(config(parallel={"data_parallel_size": 2})) == []
     assert refusals(config({"rope_parameters": {"rope_type": "llama3"}})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
     gemma = config({**MIXED, "rope_parameters": by_type}, scheduler_config=SimpleNamespace(**KEEPS))
@@ -90,6 +91,10 @@ def test_what_is_supported_is_not_refused():
         (config(model={"is_hybrid": True}), "recurrent"),
         (config(parallel={"pipeline_parallel_size": 2}), "pipeline_parallel_size is 2"),
         (config(parallel={"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
+        (
+            config(model={"is_moe": True}, parallel={"data_parallel_size": 2}),
+            "data_parallel_size is 2 and it has experts",
+        ),
         (config(cache_dtype="fp8"), "fp8"),
         (config(lora_config=object()), "LoRA"),
         (config(speculative_config=SimpleNamespace(method="eagle3")), "speculative decoding is on by eagle3"),

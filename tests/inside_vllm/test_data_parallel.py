@@ -1,0 +1,93 @@
+"""Two data-parallel engines behind one front end, on a CPU: reports and counters are those of both together."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import HttpServer, free_port
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.upkeep.top import between, look
+
+pytestmark = pytest.mark.timeout(1200)
+TEXTS = [f"{person} lives in Kinport. {person} works for Synon." for person in ("George Keller", "Ben Howard")]
+NUM_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home, port = tmp_path_factory.mktemp("parallel"), free_port()
+    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--data-parallel-size", "2"]
+    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
+    try:
+        server.wait(900)
+        yield server.url
+    finally:
+        server.stop()
+
+
+def counted(url: str, name: str) -> dict[str, float]:
+    """A counter of ours by engine."""
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found: Counter[str] = Counter()
+    for labels, value in re.findall(rf"^vllm:ragblend_{name}_total\{{([^}}]*)\}} (\S+)$", text, re.MULTILINE):
+        engine = re.search(r'engine="(\d+)"', labels)
+        assert engine is not None
+        found[engine[1]] += float(value)
+    return dict(found)
+
+
+def test_reports_and_counters_of_both_engines_add_up(url: str, tmp_path: Path) -> None:
+    with load_engine("demo", tmp_path, backend=url) as engine:
+        for text in TEXTS:
+            engine.precompute(text)
+        before = look([url])
+
+        def ask(number: int) -> tuple[int, str]:
+            prompt = SegmentedPrompt(TEXTS, f"Where does {('George Keller', 'Ben Howard')[number % 2]} live?")
+            # A stop string ends it in the front end, which asks the workers of both engines for the report.
+            stop = ["port"] if number % 3 == 0 else None
+            answer = engine.generate(prompt, max_tokens=4, recompute_ratio=0.5, stop=stop)
+            return answer.report.num_chunk_hits, answer.report.mode
+
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(ask, range(NUM_REQUESTS)))
+        assert answers == [(2, "blend")] * NUM_REQUESTS
+        engine.generate(SegmentedPrompt(TEXTS, "Who?"), max_tokens=1)  # a step after the last counts
+        found = counted(url, "requests")
+        assert set(found) == {"0", "1"}
+        assert min(found.values()) > 0, "both engines served"
+        assert sum(found.values()) == len(TEXTS) + NUM_REQUESTS + 1
+        assert sum(counted(url, "ingested_chunks").values()) == len(TEXTS)
+        assert sum(counted(url, "chunk_hits").values()) >= 2 * NUM_REQUESTS
+        assert between(before, look([url])) is not None
+
+
+def test_other_weights_reach_both_engines(url: str, tmp_path: Path) -> None:
+    with load_engine("demo", tmp_path, backend=url) as before:
+        assert before.is_stored(TEXTS[0])
+        known = before.fingerprint
+    httpx.post(f"{url}/collective_rpc", json={"method": "ragblend_weights_updated"}, timeout=300).raise_for_status()
+    with load_engine("demo", tmp_path / "again", backend=url) as after:
+        assert after.fingerprint != known
+        assert not after.is_stored(TEXTS[0])
+        after.precompute(TEXTS[0])
+        assert after.is_stored(TEXTS[0])
+        with ThreadPoolExecutor(6) as pool:
+            asked = [SegmentedPrompt(TEXTS[:1], f"Where? {number}") for number in range(8)]
+            answers = list(pool.map(lambda prompt: after.generate(prompt, max_tokens=2), asked))
+        # The engine that has not computed since the update leaves its first request to vLLM.
+        assert [answer.report.num_chunk_hits for answer in answers].count(1) >= 7, "on both engines"
