@@ -162,7 +162,7 @@ def zipf_slope(counts: Numbers) -> tuple[float, float] | None:
     """The slope of log count over log rank, and R squared of that line; None for fewer than 20 chunks.
 
     >>> [round(value, 3) for value in zipf_slope(1000 // np.arange(1, 31))]
-    [-0.999, 1.0]
+    [-1.004, 1.0]
     """
     ordered = np.sort(counts)[::-1].astype(float)
     if len(ordered) < 20 or ordered[0] == ordered[-1]:

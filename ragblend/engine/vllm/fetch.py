@@ -57,11 +57,12 @@ class RemoteFetch:
     def start(self, keys: Sequence[str]) -> Arrival:
         """Ask for `keys`, side by side."""
         until_s = monotonic() + self._timeout_s
+        num_heeded = self._num_heeded()  # before the first byte is asked for
         self.remote.start(keys)
         with self._lock:
             for key in keys:
                 if key not in self._coming:
-                    self._coming[key] = self._pool.submit(self._bring, key, until_s)
+                    self._coming[key] = self._pool.submit(self._bring, key, until_s, num_heeded)
             return Arrival([self._coming[key] for key in keys], self._timeout_s)
 
     def close(self) -> None:
@@ -72,12 +73,11 @@ class RemoteFetch:
     def _num_heeded(self) -> int:
         return self._listener.num_heeded if self._listener is not None else 0
 
-    def _bring(self, key: str, until_s: float) -> None:
+    def _bring(self, key: str, until_s: float, num_heeded: int) -> None:
         try:
             # It came between the question and this; or nobody waits for it any more, and a slow remote is left alone.
             if self._local.contains(key) or monotonic() > until_s:
                 return
-            num_heeded = self._num_heeded()
             kv = self.remote.fetch_ahead([key], until_s).get(key)
             if kv is not None:
                 self._local.put(kv)
