@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 LOOK_EVERY_S = 5.0
+FIRST_LOOK_S = 3.0  # a server waits for its first look; longer no more than for a remote that is down
 KEPT_S = 90 * 86_400.0  # a replica that was down for longer starts with an empty disk, or is cleared by hand
 _KIND = "forgotten"
 _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and chance
@@ -83,12 +84,15 @@ class Listener:
         self._heeded: list[Heeded] = []
         self.num_heeded = 0  # records, since this process began
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stopped, self._has_looked = threading.Event(), threading.Event()
 
     def start(self) -> None:
-        """Look now, and from then on in the background."""
-        self.look()
+        """Look now, and from then on in the background, where a remote that is silent keeps nobody."""
         threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
+        if not self._has_looked.wait(FIRST_LOOK_S):
+            log.warning(
+                "the remote does not say what other replicas have forgotten; what this disk has is used meanwhile"
+            )
 
     def stop(self) -> None:
         """Look no more."""
@@ -101,6 +105,8 @@ class Listener:
         return Heeded(*(tuple(item for each in heeded for item in each[part]) for part in range(len(Heeded._fields))))
 
     def _work(self) -> None:
+        self.look()
+        self._has_looked.set()
         while not self._stopped.wait(LOOK_EVERY_S):
             self.look()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import RedisServer
+from servers import RedisServer, TcpProxy
 from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import forgotten
@@ -179,3 +179,34 @@ def test_a_damaged_forged_or_foreign_record_makes_nobody_forget(
     tell(unsigned, keys=keys_of(0))
     Listener(disk, remote, belongs_to).look()
     assert disk.contains(*keys_of(0))
+
+
+def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own time limit is the requests' affair, and may be long; what it has to say is heeded once it speaks."""
+    monkeypatch.setattr(forgotten, "FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr(forgotten, "LOOK_EVERY_S", 0.1)
+    server = RedisServer(tmp_path)
+    server.start()
+    proxy = TcpProxy(server.port)
+    teller = open_remote(server.url, timeout_s=5)
+    silent = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=600)
+    disk, hears = replica(tmp_path / "here", silent)
+    try:
+        disk.put(KVS[0])
+        tell(teller, keys=keys_of(0))
+        proxy.mode = "hang"
+        started_s = time.monotonic()
+        hears.start()
+        assert time.monotonic() - started_s < 60
+        assert disk.contains(*keys_of(0))
+        proxy.close()  # what hung breaks off
+        again = Listener(disk, teller, belongs_to)
+        again.start()
+        assert not disk.contains(*keys_of(0))
+        again.stop()
+    finally:
+        hears.stop()
+        proxy.close()
+        for remote in (teller, silent):
+            remote.close(timeout_s=0)
+        server.kill()
