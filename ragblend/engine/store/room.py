@@ -275,6 +275,9 @@ def auto_limit(root: Path, held_bytes: int) -> float:
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:
-    """The folders that entries are in."""
-    with os.scandir(root) as found:
-        return [each for each in found if len(each.name) == 2 and each.is_dir()]
+    """The folders that entries are in; none where somebody has removed the root, which a write makes again."""
+    try:
+        with os.scandir(root) as found:
+            return [each for each in found if len(each.name) == 2 and each.is_dir()]
+    except FileNotFoundError:
+        return []

@@ -198,3 +198,11 @@ def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half
                 assert store.nbytes() <= max(before, free(small)) + came
 
     hold()
+
+
+def test_a_root_that_is_removed_under_a_store_is_made_again(tmp_path: Path) -> None:
+    store, kv = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes="auto"), make_kv(1)
+    store.put(kv)
+    shutil.rmtree(tmp_path / "kv")
+    store.put(kv)
+    assert store.get(kv.header.key) is not None
