@@ -16,6 +16,7 @@ from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.remote import redis_values as remote_redis
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.limits import connect_timeout_s
 from ragblend.engine.store.remote.object_values import ObjectValues
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -264,3 +265,12 @@ def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
     assert num_scans <= 60
     assert store.counters.num_failures == 1
     store.close()
+
+
+@pytest.mark.parametrize(("call_s", "connect_s"), [(0.2, 0.2), (5.0, 1.0), (60.0, 6.0)])
+def test_whoever_allows_a_call_minutes_allows_a_connection_more_than_a_second(call_s: float, connect_s: float) -> None:
+    assert connect_timeout_s(call_s) == connect_s
+    redis_values = RedisValues("redis://127.0.0.1:1/0", call_s)
+    assert redis_values._reader.connection_pool.connection_kwargs["socket_connect_timeout"] == connect_s
+    object_values = ObjectValues("s3://bucket/place", call_s)
+    assert object_values._fs.config_kwargs["connect_timeout"] == connect_s

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from ragblend.engine.store.remote.limits import connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.files.directory import Directory
 from ragblend.redaction import advice_on, has_secret, redacted
@@ -27,7 +28,6 @@ except ImportError as error:
 
 SUFFIX = ".safetensors"
 NOTES = "notes"  # a folder of its own, so that listing them lists no chunk
-CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
 _PART_BYTES = 1 << 20
@@ -244,7 +244,7 @@ def _defaults(scheme: str, timeout_s: float) -> dict[str, Any]:
         "use_listings_cache": False,
         "max_concurrency": 1,  # more would ask for the size first; chunks already come side by side
         "config_kwargs": {
-            "connect_timeout": min(CONNECT_TIMEOUT_S, timeout_s),
+            "connect_timeout": connect_timeout_s(timeout_s),
             "read_timeout": timeout_s,
             "retries": {"max_attempts": 0},
         },

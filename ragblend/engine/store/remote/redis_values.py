@@ -13,6 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, cast
 
+from ragblend.engine.store.remote.limits import connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.redaction import advice_on, has_secret, redacted
 
@@ -26,7 +27,6 @@ except ImportError as error:
 
 PREFIX = "ragblend:kv:"
 NOTES = "ragblend:notes"  # a hash: its names come without a walk through the database
-CONNECT_TIMEOUT_S = 1.0
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 WALK_TIMEOUT_S = 600.0  # for all of a database, as `stats` and `gc` ask for
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
@@ -63,7 +63,7 @@ class RedisValues:
         options = {
             "protocol": 2,
             **parse_url(url),  # type: ignore[no-untyped-call]
-            "socket_connect_timeout": min(CONNECT_TIMEOUT_S, timeout_s),
+            "socket_connect_timeout": connect_timeout_s(timeout_s),
             "socket_timeout": timeout_s,
             "socket_read_size": 1 << 20,  # values are megabytes
             "retry": Retry(NoBackoff(), 0),
