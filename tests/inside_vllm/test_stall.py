@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from harness import ask, connector_worker, engine, ingest, random_ids, tokens
 from harness import report as report_of
+from slow_reads import SlowEntry, emptied
 
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
-from ragblend.errors import DamagedEntryError
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
@@ -25,49 +24,19 @@ NUM_LAYERS, READ_S = 6, 0.2
 PLAIN = random_ids(12, 9)
 
 
-class _Slow:
-    """A chunk on a disk that takes `READ_S` for each layer; notes when each was read."""
-
-    def __init__(self, kv: ChunkKV, reads: list[tuple[float, float]], damaged_at: int | None) -> None:
-        self._kv, self._reads, self._damaged_at = kv, reads, damaged_at
-
-    @property
-    def header(self) -> KVHeader:
-        return self._kv.header
-
-    @property
-    def nbytes(self) -> int:
-        return self._kv.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
-
-    def stored_layer(self, index: int) -> StoredLayer:
-        start_s = time.perf_counter()
-        time.sleep(READ_S)
-        if index == self._damaged_at:
-            raise DamagedEntryError(self.header.key, "flipped")
-        stored = self._kv.stored_layer(index)
-        self._reads.append((start_s, time.perf_counter()))
-        return stored
-
-
 @contextmanager
 def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) -> Iterator[list[tuple[float, float]]]:
     """When each layer of each chunk was read from the worker's disk, which is slow; the first chunk may be damaged."""
     for done in connector_worker()._readers:  # of a request that left
         done.wait()
     gc.collect()  # an entry that somebody still holds is shared, and would not be read again
-    memory, disk = connector_worker()._store.tiers
-    for key in memory.keys():  # noqa: SIM118 (a store is not a dict)
-        memory.delete(key)
-    reads: list[tuple[float, float]] = []
+    disk, reads = emptied(connector_worker()._store), list[tuple[float, float]]()
     get = disk.get
 
     def slowly(key: str, token_ids: Any = None) -> Any:
         kv = get(key, token_ids)
         damaged = damaged_at if kv is not None and kv.header.num_tokens == len(CHUNKS[0]) else None
-        return None if kv is None else _Slow(kv, reads, damaged)
+        return None if kv is None else SlowEntry(kv, READ_S, damaged, lambda *when: reads.append(when))
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "get", slowly)

@@ -1,0 +1,73 @@
+"""A store whose layers come slowly, in this process and in a single rank of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.errors import DamagedEntryError
+
+Get = Callable[..., Any]
+
+
+class SlowEntry:
+    """A chunk on a disk that takes `read_s` seconds for each layer; tells `note` when each was read."""
+
+    def __init__(
+        self, kv: ChunkKV, read_s: float, damaged_at: int | None = None, note: Callable[[float, float], Any] = max
+    ) -> None:
+        self._kv, self._read_s, self._damaged_at, self._note = kv, read_s, damaged_at, note
+
+    @property
+    def header(self) -> KVHeader:
+        return self._kv.header
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        return restored(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        start_s = time.perf_counter()
+        time.sleep(self._read_s)
+        if index == self._damaged_at:
+            raise DamagedEntryError(self.header.key, "flipped")
+        stored = self._kv.stored_layer(index)
+        self._note(start_s, time.perf_counter())
+        return stored
+
+
+def emptied(store: Any) -> Any:
+    """The disk tier of `store`, whose memory tier then holds nothing."""
+    memory, disk = store.tiers
+    for key in memory.keys():  # noqa: SIM118 (a store is not a dict)
+        memory.delete(key)
+    return disk
+
+
+class LagExtension:
+    """Mixed into vLLM's workers (`worker_extension_cls`): one rank reads slowly, or alone meets damage."""
+
+    rank: int
+
+    def lag(self, rank: int, read_s: float, damaged_tokens: int = 0, damaged_at: int | None = None) -> int:
+        """From now on rank `rank` takes `read_s` seconds per layer and chunk; its chunk of `damaged_tokens` tokens
+        breaks off at layer `damaged_at`. Every rank forgets what it had in memory. Returns the rank."""
+        from harness import connector_worker
+
+        disk = emptied(connector_worker()._store)
+        vars(disk).pop("get", None)  # of an earlier call
+        get = disk.get
+
+        def slowly(key: str, token_ids: Any = None) -> Any:
+            kv = get(key, token_ids)
+            at = damaged_at if kv is not None and kv.header.num_tokens == damaged_tokens else None
+            return None if kv is None else SlowEntry(kv, read_s, at)
+
+        if self.rank == rank:
+            disk.get = slowly
+        return self.rank
