@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from servers import HttpServer, free_port
+from served import served_demo
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.upkeep.top import between, look
@@ -24,19 +22,9 @@ NUM_REQUESTS = 12
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home, port = tmp_path_factory.mktemp("parallel"), free_port()
-    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
-    command += ["--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--data-parallel-size", "2"]
-    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
-    try:
-        server.wait(900)
+    options = ("--max-model-len", "2048", "--data-parallel-size", "2")
+    with served_demo(tmp_path_factory.mktemp("parallel"), *options, VLLM_SERVER_DEV_MODE="1") as server:
         yield server.url
-    finally:
-        server.stop()
 
 
 def counted(url: str, name: str) -> dict[str, float]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import HttpServer, RedisServer, free_port
+from served import environment
+from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.upkeep.top import between, look
@@ -49,11 +50,8 @@ class Pod:
         command = [*self.spec["command"], *self.spec["args"]]
         command[command.index("--host=0.0.0.0")] = "--host=127.0.0.1"
         command[command.index("--port=8000")] = f"--port={port}"
-        left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-        environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
-        environment |= {"RAGBLEND_API_KEY": KEY, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self.server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
+        own |= {"RAGBLEND_API_KEY": KEY, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own))
         self.url = self.server.url
 
     def probe(self, name: str) -> httpx.Response:
@@ -71,10 +69,7 @@ class Pod:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +17,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import HttpServer, RedisServer, free_port
+from served import start_demo
+from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo import WEIGHTS
@@ -27,7 +27,6 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.launch import find_checkpoint
 
 pytestmark = pytest.mark.timeout(1200)
-ON_CPU = ("--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20))
 TEXTS = [f"{person} lives in Kinport. {person} works for Synon." for person in ("George Keller", "Ben Howard")]
 WAIT_S = 120.0  # far more than the few seconds between two looks: this machine is busy
 
@@ -39,19 +38,11 @@ class Replica:
         home.mkdir()
         self.home, self.store, self.port = home, home / "kv", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-        self.environment = {name: value for name, value in os.environ.items() if name not in left_out} | {
-            "RAGBLEND_REMOTE": cache.url,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.own = {"RAGBLEND_REMOTE": cache.url, "VLLM_SERVER_DEV_MODE": "1"}
         self.server: HttpServer | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(self.store)]
-        command += ["--port", str(self.port), *ON_CPU]
-        self.server = HttpServer(command, self.url, self.home, self.environment)
+        self.server = start_demo(self.home, "--max-model-len", "2048", port=self.port, **self.own)
 
     def stop(self) -> None:
         if self.server is not None:
@@ -77,10 +68,7 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ import httpx
 import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
+from served import environment
 from servers import HttpServer, RedisServer, free_port
 
 from ragblend import SegmentedPrompt, load_engine
@@ -109,14 +110,11 @@ def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, hom
     home.mkdir()
     command = [*ENTRYPOINT, *service["command"], *ON_CPU]
     command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
-    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {name: str(value) for name, value in service["environment"].items()}
-    environment["RAGBLEND_REMOTE"] = replaced(environment["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
-    assert environment["RAGBLEND_STORE"] in service["volumes"]
-    environment["RAGBLEND_STORE"] = str(home / "kv")
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PATH": path()}
-    return HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
+    own = {name: str(value) for name, value in service["environment"].items()}
+    own["RAGBLEND_REMOTE"] = replaced(own["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
+    assert own["RAGBLEND_STORE"] in service["volumes"]
+    own["RAGBLEND_STORE"] = str(home / "kv")
+    return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own, PATH=path()))
 
 
 def start_nginx(site: str, ports: Mapping[str, int], home: Path) -> HttpServer:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,8 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
 from pages import run_python
-from servers import REDIS_BINARY, HttpServer, free_port, running_redis
+from served import served_demo
+from servers import REDIS_BINARY, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
@@ -69,18 +68,8 @@ def url(remote: str, home: Path) -> Iterator[str]:
         for name, value in own.items():
             patch.setenv(name, value)
         write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
-    port = free_port()
-    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
-    command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--remote", remote] if remote else []
-    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out} | own
-    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
-    try:
-        server.wait()
+    with served_demo(home, "--max-model-len", "1024", *(("--remote", remote) if remote else ()), **own) as server:
         yield server.url
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

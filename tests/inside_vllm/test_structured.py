@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +18,7 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import MessageRole
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
-from servers import HttpServer, free_port
+from served import served_demo
 
 from ragblend import load_engine
 from ragblend.errors import RagblendError
@@ -87,24 +85,9 @@ live.__annotations__ = {"who": Literal["George Keller", "Julia Bishop"], "return
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("serve")
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    port = free_port()
-    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
-    command += ["--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--structured-outputs-config", json.dumps(COMPACT)]
-    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY")
-    server = HttpServer(
-        command,
-        f"http://127.0.0.1:{port}",
-        home,
-        {name: value for name, value in os.environ.items() if name not in left_out} | own,
-    )
-    try:
-        server.wait()
+    options = ("--max-model-len", "1024", "--structured-outputs-config", json.dumps(COMPACT))
+    with served_demo(tmp_path_factory.mktemp("serve"), *options) as server:
         yield server.url
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module", params=["server", "process"])

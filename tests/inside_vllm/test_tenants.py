@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from openai import OpenAI
-from servers import HttpServer, free_port
+from served import served_demo
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -64,21 +63,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
     keys.chmod(0o600)
     (home / "told_routes.py").write_text(ROUTES)
-    port = free_port()
-    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--keys", str(keys)]
-    command += ["--port", str(port), "--max-model-len", "1024", "--enforce-eager", "--middleware", "told_routes.Told"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--enable-scale-out"]
-    left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
-    server = HttpServer(command, f"http://127.0.0.1:{port}", home, environment)
-    try:
-        server.wait(1200)
-        with httpx.Client(base_url=server.url, timeout=120) as http:
-            yield Served(server.url, home, http)
-    finally:
-        server.stop()
+    options = ("--keys", str(keys), "--max-model-len", "1024", "--block-size", "32", "--enable-scale-out")
+    options += ("--middleware", "told_routes.Told")
+    path = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
+    with (
+        served_demo(home, *options, PYTHONPATH=path) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield Served(server.url, home, http)
 
 
 def engine(served: Served, key: str, texts: Path, **options: Any) -> Any:

@@ -1,0 +1,40 @@
+"""`ragblend serve demo` as a process of its own, on a CPU, for tests that talk to a server over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from servers import HttpServer, free_port
+
+# What the tests set for engines in their own process, or a user for a server of theirs.
+_NOT_PASSED_ON = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
+
+
+def environment(**own: str) -> dict[str, str]:
+    """What a server on this machine is started with: one thread, on no core of its own."""
+    passed_on = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    return {**passed_on, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **own}
+
+
+def start_demo(home: Path, *options: str, port: int | None = None, **own: str) -> HttpServer:
+    """The embedded model served over the store `home`/kv, with vLLM's `options` and variables of its `own`. Not ready
+    yet: `wait`. The caller stops it."""
+    port = free_port() if port is None else port
+    command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
+    command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
+    return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own))
+
+
+@contextmanager
+def served_demo(home: Path, *options: str, **own: str) -> Iterator[HttpServer]:
+    """The same, ready, and stopped afterwards."""
+    server = start_demo(home, *options, **own)
+    try:
+        server.wait(900)
+        yield server
+    finally:
+        server.stop()
