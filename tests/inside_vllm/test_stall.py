@@ -43,6 +43,23 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) ->
         yield reads
 
 
+@contextmanager
+def slow_headers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, float]]]:
+    """When each header was looked at for the scheduler, on a disk that takes a while for each."""
+    disk = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.disk
+    peek, looks = disk.peek, list[tuple[float, float]]()
+
+    def slowly(key: str) -> Any:
+        start_s = time.perf_counter()
+        time.sleep(READ_S)
+        looks.append((start_s, time.perf_counter()))
+        return peek(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "peek", slowly)
+        yield looks
+
+
 @pytest.fixture(scope="module")
 def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with engine(checkpoint("llama"), tmp_path_factory.mktemp("kv"), skip_tokenizer_init=True) as made:
@@ -108,6 +125,28 @@ def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm,
     assert found["stall_s"] > 4 * READ_S
 
 
+@pytest.mark.parametrize("mode", ["blend", "reuse"])
+def test_a_stream_goes_on_while_chunks_are_looked_up_on_a_slow_disk(llm, mode, monkeypatch):
+    held = ask(llm, IDS, params("repair", mode))
+    with slow_headers(llm, monkeypatch) as looks:
+        times_s, answer = stream_beside(llm, IDS, params("repair", mode), f"headers-{mode}")
+    assert len(looks) >= len(CHUNKS)
+    assert_went_on(times_s, looks)
+    assert tokens(answer) == tokens(held)
+    assert report_of(answer)["num_chunk_hits"] == len(CHUNKS)
+
+
+def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypatch):
+    running = llm.llm_engine
+    with slow_headers(llm, monkeypatch):
+        add(llm, "unsought", IDS, params("repair"), max_tokens=4)
+        running.step()
+        start_s = time.perf_counter()
+        running.abort_request(["unsought"])
+        assert tokens(ask(llm, PLAIN, max_tokens=4))
+        assert time.perf_counter() - start_s < READ_S
+
+
 def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(llm, monkeypatch):
     ids = [*IDS[:106], *random_ids(20, 77)]
     wanted = {"mode": "ingest", "context": "similar", "spans": [*SPANS, [106, 126]]}
@@ -151,6 +190,16 @@ def test_an_engine_with_nothing_else_to_do_does_not_spin(llm, monkeypatch):
             num_steps += 1
     read_s = sum(end_s - start_s for start_s, end_s in reads)
     assert num_steps < 250 * read_s
+
+
+def test_an_engine_that_only_waits_for_a_lookup_does_not_spin(llm, monkeypatch):
+    running, num_steps = llm.llm_engine, 0
+    with slow_headers(llm, monkeypatch) as looks:
+        add(llm, "sought", IDS, params("repair"), max_tokens=1)
+        while running.has_unfinished_requests():
+            running.step()
+            num_steps += 1
+    assert num_steps < 250 * sum(end_s - start_s for start_s, end_s in looks)
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])

@@ -187,13 +187,18 @@ class DiskStore:
         """Whether `get` would answer, judged by the header (so that ingestion recomputes what is damaged)."""
         return self.header(key) is not None
 
-    def header(self, key: str) -> KVHeader | None:
-        """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
+    def peek(self, key: str) -> DiskKV | None:
+        """As `get`, for who asks what is there and may not use it: counts, touches and moves nothing."""
         try:
             path = self._path(key)
-            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands).header
+            return DiskKV(key, path, OpenFile(path), self._quarantine, self._demands)
         except (OSError, UsageError, UnreadableError):
             return None
+
+    def header(self, key: str) -> KVHeader | None:
+        """The verified header of an entry; None when there is none that this version reads. Counts nothing."""
+        kv = self.peek(key)
+        return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
         """Verified headers of entries, read one by one as they are asked for; in no order, keys being hashes."""

@@ -146,6 +146,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
         assert self.scheduler is not None
         is_idle = not scheduler_output.total_num_scheduled_tokens
+        if is_idle:
+            self.scheduler.rest()
         jobs, ahead = self.scheduler.take_jobs()
         asks, forgotten, drops = (
             self.scheduler.loading.asks, self.scheduler.take_forgotten(), self.scheduler.take_reset()

@@ -31,7 +31,12 @@ class Arrival:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to wait for. What comes later serves later requests."""
-        return self.waited_s >= self._timeout_s or all(future.done() for future in self._coming)
+        return self.waited_s >= self._timeout_s or not self.left
+
+    @property
+    def left(self) -> list[Future[None]]:
+        """What has neither arrived nor missed."""
+        return [future for future in self._coming if not future.done()]
 
     @property
     def waited_s(self) -> float:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.machine import serving_facts
@@ -56,9 +55,8 @@ class Loading:
     unseen: after a rest `is_current` is False until the workers, asked with the next step (`asks`), have told again.
     """
 
-    def __init__(self, machine: MachineProfile | None, disk: DiskStore) -> None:
+    def __init__(self, machine: MachineProfile | None) -> None:
         self.machine = machine
-        self._disk = disk
         self._held: set[str] = set()  # keys in the workers' memory
         self._live: set[str] = set()  # requests in the engine
         self._has_refused = False
@@ -97,8 +95,7 @@ class Loading:
         """
         assert self.machine is not None
         # What the remote tier had is on the disk by now, as for the transformers engine.
-        found = [self._disk.get(span.key) for span in stored if span.key not in self._held]
-        to_load = sum(kv.nbytes for kv in found if kv is not None)
+        to_load = sum(span.nbytes for span in stored if span.key not in self._held)
         num_stored = num_prefix + sum(span.end - span.start for span in stored)
         decision = decide(self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, asks_first)
         if decision.refused and not self._has_refused:
@@ -114,18 +111,22 @@ class ReadAhead:
     and never more for requests that still wait than the memory tier holds.
     """
 
-    def __init__(self, disk: DiskStore, memory_bytes: int) -> None:
-        self._disk = disk
+    def __init__(self, memory_bytes: int) -> None:
         self._limit = memory_bytes // 2
-        self._waiting: dict[str, tuple[str, ...]] = {}  # keys by request, oldest first
+        self._waiting: dict[str, tuple[StoredSpan, ...]] = {}  # by request, oldest first
         self._passed: str | None = None  # the oldest one, once a step has left it waiting
         self._running: set[str] = set()
         self._read: dict[str, int] = {}  # bytes by request
 
-    def waits(self, request_id: str, keys: Sequence[str]) -> None:
-        """A request needs the chunks `keys` once its turn comes."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether the workers are at some request whose turn has come."""
+        return bool(self._running)
+
+    def waits(self, request_id: str, stored: Sequence[StoredSpan]) -> None:
+        """A request needs the chunks `stored` once its turn comes."""
         if self._limit:
-            self._waiting[request_id] = tuple(keys)
+            self._waiting[request_id] = tuple(stored)
 
     def starts(self, request_id: str) -> None:
         """Its turn has come: the workers read what it needs."""
@@ -146,8 +147,7 @@ class ReadAhead:
         is_due, self._passed = oldest == self._passed, oldest
         if oldest is None or not is_due or self._running or sum(self._read.values()) >= self._limit:
             return []
-        keys = [key for key in self._waiting.pop(oldest) if not loading.holds(key)]
-        found = {key: kv.nbytes for key in keys if (kv := self._disk.get(key)) is not None}
+        found = {span.key: span.nbytes for span in self._waiting.pop(oldest) if not loading.holds(span.key)}
         if sum(found.values()) > self._limit:
             return []
         self._read[oldest] = sum(found.values())

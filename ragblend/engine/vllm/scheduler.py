@@ -1,7 +1,8 @@
 """The scheduler's half of the connector: what a request asks for, and what can be done for it.
 
 For each request: its parameters, the rule and the ratio, the chunks that are stored, up to where its context will be
-filled, and the report. Nothing here waits for the disk's contents or the network, because vLLM schedules meanwhile.
+filled, and the report. Nothing here waits for the disk or the network, because vLLM schedules meanwhile: chunks are
+looked up (`lookup`) and fetched (`fetch`) beside it.
 Knows vLLM's requests by their attributes; imports nothing of vLLM.
 """
 
@@ -9,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name, neighbours
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.forgotten import Heeded, Listener
-from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
@@ -25,6 +25,7 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.counting import RequestCounts, TierWatch
 from ragblend.engine.vllm.fetch import Arrival, RemoteFetch
 from ragblend.engine.vllm.loading import Loading, MemoryChange, ReadAhead, machine_facts_of
+from ragblend.engine.vllm.lookup import PATIENCE_S, ChunkLookup, Found
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
@@ -37,9 +38,8 @@ from ragblend.engine.vllm.params import (
     told,
 )
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
-from ragblend.engine.vllm.worker import Job, StoredSpan
+from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, Job, StoredSpan
 from ragblend.errors import RagblendError, UsageError
-from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,12 @@ class _Asked:
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
     fingerprint: str = ""  # of the weights that those were looked up for
-    coming: Arrival | None = None  # chunks that the remote tier may send; what to do is settled after them
+    looking: Future[Found] | None = None  # what to do is settled after it
+    coming: Arrival | None = None  # chunks that the remote tier may send; they are looked for after it
     waited_s: float = 0.0  # for those
     choice: Chosen | None = None  # what a calibration says; None where nothing is fused
     adapts: bool = False  # whether to reuse, and the ratio, are to be settled by what loading costs
+    is_new: bool = True  # nobody has waited for its lookup yet
     is_hidden: bool = False  # from vLLM's prefix cache
     num_missing: int = 0  # chunks that were looked for and not found
     is_filled: bool = False  # the workers have told what became of it
@@ -91,10 +93,10 @@ class BlendScheduler:
         shape, root, key = self._shape, self.disk.root, self.disk.store_key
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
-        self.loading = Loading(machine, self.disk)
-        self._read_ahead = ReadAhead(self.disk, config.memory_bytes)
-        self._remembered, self._default = self.disk.context(), default_context(len(shape.layers))
-        if self._context() == "fixed" and not config.context_ids:
+        self.loading = Loading(machine)
+        self._read_ahead = ReadAhead(config.memory_bytes)
+        self._lookup = ChunkLookup(self.disk, config, len(shape.layers))
+        if self._lookup.context() == "fixed" and not config.context_ids:
             log.warning(
                 "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
                 "start the server with: ragblend serve",
@@ -211,31 +213,50 @@ class BlendScheduler:
         return asked
 
     def _start(self, request: Any, asked: _Asked) -> None:
-        """Settle what is to be done, at once or, where chunks may come from the remote tier, after they have."""
+        """Settle what is to be done: at once, or when a slow disk has told what is there, or a remote has sent it."""
         if asked.params.mode == "prefix" or not asked.params.spans:
             return
-        missing = self._missing(request.prompt_token_ids, asked.params) if self._fetch is not None else []
-        if missing and self._fetch is not None:
-            asked.coming = self._fetch.start(missing)
-        else:
-            self._settle(request, asked)
+        self._look(request, asked, asks_remote=self._fetch is not None)
+        self._is_settled(request, asked)
 
-    def _settle(self, request: Any, asked: _Asked) -> None:
-        """Look the request's chunks up on this machine's disk, and decide up to where its context will be filled."""
+    def _look(self, request: Any, asked: _Asked, *, asks_remote: bool) -> None:
+        asked.fingerprint, ids = self.fingerprint, request.prompt_token_ids
+        asked.looking = self._lookup.start(asked.fingerprint, ids, asked.params, asks_remote=asks_remote)
+
+    def _is_settled(self, request: Any, asked: _Asked) -> bool:
+        """Whether it is known what is to be done. Goes on with what has become known since the last call."""
+        if asked.coming is not None:
+            if not asked.coming.is_over:
+                return False
+            asked.waited_s, asked.coming = asked.coming.waited_s, None
+            self._look(request, asked, asks_remote=False)
+        if asked.looking is not None:
+            try:
+                found = asked.looking.result(PATIENCE_S if asked.is_new else 0.0)
+            except TimeoutError:
+                asked.is_new = False
+                return False
+            asked.looking = None
+            if found.missing and self._fetch is not None:
+                asked.coming = self._fetch.start(found.missing)
+                return False
+            self._settle(request, asked, found.stored)
+        return True
+
+    def _settle(self, request: Any, asked: _Asked, stored: tuple[StoredSpan, ...]) -> None:
+        """Decide up to where the request's context will be filled."""
         ids, spans = request.prompt_token_ids, asked.params.spans
-        asked.fingerprint = self.fingerprint
+        asked.stored = stored
         if asked.params.mode == "ingest":
-            asked.stored, asked.end = self._ingested(ids, asked.params), spans[-1][1]
-            self._remember(asked.params.context)
+            asked.end = spans[-1][1]
         else:
-            asked.stored = self._lookup(ids, asked.params)
             asked.num_missing = len(spans) - len(asked.stored)
             if asked.stored and asked.stored[-1].end == len(ids):
                 # vLLM must have a token to sample from: what ends the prompt is computed.
                 asked.stored = asked.stored[:-1]
             asked.end = asked.stored[-1].end if asked.stored else 0
         if asked.stored and asked.params.mode != "ingest":
-            self._read_ahead.waits(request.request_id, [span.key for span in asked.stored])
+            self._read_ahead.waits(request.request_id, asked.stored)
         if asked.end and not asked.adapts:  # otherwise it may become an ordinary prefill
             _hide_from_prefix_cache(request, asked)
 
@@ -260,92 +281,14 @@ class BlendScheduler:
             asked.report.predicted_agreement = asked.choice.fit.agreement_at(decision.ratio)
         _hide_from_prefix_cache(request, asked)
 
-    def _lookup(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
-        """Stored chunks of the prompt, each from the best context that it is stored behind."""
-        found = []
-        for start, end, candidates in self._candidates(ids, params):
-            for key, context in candidates:
-                header = self.disk.header(key)
-                if header is not None and header.token_ids == tuple(ids[start:end]):
-                    span = StoredSpan(start, end, key, context.match, context.exact, context.policy)
-                    found.append(span)
-                    break
-        return tuple(found)
-
-    def _candidates(
-        self, ids: Sequence[int], params: BlendParams
-    ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
-        """For each chunk where it is, and the keys that it may be stored under, the best one first."""
-        num_prefix, default, starts = params.spans[0][0], self.config.prefix_ids, neighbours(params.spans)
-        policy = (self._context(), self.config.context_ids)
-        for start, end in params.spans:
-            found = contexts(ids, start, starts.get(start), num_prefix, default, *policy)
-            yield (
-                start,
-                end,
-                [(self._key(ids, (start, end), params, each.token_ids, each.name), each) for each in found],
-            )
-
-    def _key(
-        self, ids: Sequence[int], span: tuple[int, int], params: BlendParams, prefix_ids: Sequence[int], name: str = ""
-    ) -> str:
-        return chunk_key(self.fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)
-
-    def _ingested(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
-        """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
-        *behind, own = params.spans
-        prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = self._key(ids, own, params, prefix_ids, key_name(params.context))
-        if self.disk.contains(own_key):
-            return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
-        keys = [(span, self._key(ids, span, params, prefix_ids)) for span in behind]
-        return tuple(
-            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids))
-            for span, key in keys
-            if self.disk.contains(key)
-        )
-
-    def _context(self) -> ContextPolicy:
-        """What the store's chunks are computed behind, as far as is known."""
-        if self.config.context is not None:
-            return self.config.context
-        try:
-            self._remembered = self.disk.context()
-        except RagblendError as error:  # it was sound when the server started
-            log.warning("%s", error)
-        return self._remembered or self._default
-
-    def _remember(self, policy: ContextPolicy) -> None:
-        """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
-        self._context()  # reads it again
-        if policy == "none" or self.config.context is not None or self._remembered not in (None, "none"):
-            return
-        try:
-            self.disk.put_context(policy)
-        except RagblendError as error:
-            log.warning("%s", error)
-
-    def _missing(self, ids: Sequence[int], params: BlendParams) -> list[str]:
-        """Keys not on this machine that would be better than what is. Chunks to ingest are computed, not asked for."""
-        missing: dict[str, None] = {}
-        for _, _, candidates in self._candidates(ids, params) if params.mode != "ingest" else ():
-            for key, _ in candidates:
-                if self.disk.contains(key):
-                    break
-                missing[key] = None
-        return list(missing)
-
     def num_filled(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The context's tokens, to be filled between steps; None: not known yet. After a preemption the same again."""
         asked = self.asked.get(request.request_id)
         if asked is None:
             return 0, False
         was_hidden = asked.is_hidden
-        if asked.coming is not None:
-            if not asked.coming.is_over:
-                return None, False
-            asked.waited_s, asked.coming = asked.coming.waited_s, None
-            self._settle(request, asked)
+        if not self._is_settled(request, asked):
+            return None, False
         if asked.end and asked.adapts:
             if not self.loading.is_current:
                 return None, False  # the workers tell with this step what is in their memory
@@ -378,11 +321,22 @@ class BlendScheduler:
             )
         )
 
+    def rest(self) -> None:
+        """Nothing is computed in this step: where the workers have nothing to do either, wait a little for what is
+        looked up or fetched, or empty steps would ask for it over and over."""
+        if self._read_ahead.is_busy:
+            return
+        left: list[Future[Any]] = [asked.looking for asked in self.asked.values() if asked.looking is not None]
+        left += [future for asked in self.asked.values() if asked.coming is not None for future in asked.coming.left]
+        if left:
+            wait(left, IDLE_PATIENCE_S, FIRST_COMPLETED)
+
     def take_jobs(self) -> tuple[list[Job], list[str]]:
         """The jobs that came up in this step, and what to read for requests that it left waiting."""
         for asked in self.asked.values():
             self._time_first_token(asked)
-        self.counting.queue(sum(bool(each.end or each.coming) and not each.is_filled for each in self.asked.values()))
+        waiting = (bool(each.end or each.coming or each.looking) and not each.is_filled for each in self.asked.values())
+        self.counting.queue(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
         return jobs, self._read_ahead.take(self.loading)
 
@@ -438,6 +392,7 @@ class BlendScheduler:
             self.listener.stop()
         if self._fetch is not None:
             self._fetch.close()
+        self._lookup.close()
 
     def _note_model(self) -> None:
         name, shape = self._model_name, self._shape

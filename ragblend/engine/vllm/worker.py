@@ -52,11 +52,12 @@ _PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
 
 # Seconds that a slice waits for a layer at most: short beside a step of a model worth serving, so that a layer which is
 # about to come is not put off by a whole step; longer where nothing else is to be done, instead of empty steps.
-_PATIENCE_S, _IDLE_PATIENCE_S = 0.001, 0.01
+_PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 
 
 class StoredSpan(NamedTuple):
-    """A chunk of the prompt that the scheduler found stored. `exact`: it stands where it was computed."""
+    """A chunk of the prompt that the scheduler found stored. `exact`: it stands where it was computed. `nbytes`: of its
+    tensors; 0 for an ingestion, which reads none."""
 
     start: int
     end: int
@@ -64,6 +65,7 @@ class StoredSpan(NamedTuple):
     match: PrefixMatch
     exact: bool
     policy: ContextPolicy = "none"
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class BlendWorker:
         is_idle: no other request waits for this to return.
         """
         finished, budget = self._stored(), self._slice
-        patience_s = _IDLE_PATIENCE_S if is_idle else _PATIENCE_S
+        patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S
         while self._jobs and budget > 0:
             self._pass = self._pass or self._next_pass()
             patience_s -= self._take_read(patience_s)

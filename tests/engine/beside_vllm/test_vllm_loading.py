@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +29,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> DiskStore:
 
 
 def spans(count: int) -> tuple[StoredSpan, ...]:
-    return tuple(StoredSpan(5 + 20 * at, 25 + 20 * at, KEYS[at], "approximate", False) for at in range(count))
+    return tuple(
+        StoredSpan(5 + 20 * at, 25 + 20 * at, KEYS[at], "approximate", False, "none", NBYTES) for at in range(count)
+    )
 
 
 def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore)
 @given(st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.integers(0, 5)), max_size=30), st.integers(0, 3))
 def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], every: int) -> None:
     memory = MemoryStore(3 * NBYTES)
-    watch, loading = MemoryWatch(TieredStore(memory)), Loading(MACHINE, None)  # type: ignore[arg-type]
+    watch, loading = MemoryWatch(TieredStore(memory)), Loading(MACHINE)
     for number, (what, index) in enumerate(steps):
         memory.put(KVS[index]) if what == "put" else memory.delete(KEYS[index])
         if number % (every + 1) == 0 and (change := watch.change(False)) is not None:
@@ -76,8 +76,8 @@ def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], eve
 
 
 @pytest.mark.parametrize("in_memory", [0, 1, 3])
-def test_only_what_is_not_in_memory_has_to_be_loaded(disk: DiskStore, in_memory: int) -> None:
-    loading = Loading(MACHINE, disk)
+def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory: int) -> None:
+    loading = Loading(MACHINE)
     loading.note(MemoryChange(tuple(KEYS[:in_memory])))
     found = loading.decide(0.15, 75, 5, spans(3))
     assert found == decide(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
@@ -85,8 +85,8 @@ def test_only_what_is_not_in_memory_has_to_be_loaded(disk: DiskStore, in_memory:
     assert (found.ratio > 0.15) == (in_memory < 3)
 
 
-def test_after_a_rest_the_workers_are_asked_once(disk: DiskStore) -> None:
-    loading = Loading(MACHINE, disk)
+def test_after_a_rest_the_workers_are_asked_once() -> None:
+    loading = Loading(MACHINE)
     loading.request_came("a")
     assert loading.asks
     loading.note(MemoryChange())
@@ -100,49 +100,40 @@ def test_after_a_rest_the_workers_are_asked_once(disk: DiskStore) -> None:
     assert loading.is_current
     loading.request_came("d")
     assert loading.asks
-    assert not Loading(None, disk).asks
+    assert not Loading(None).asks
 
 
-def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused(disk: DiskStore) -> None:
-    loading, ahead = Loading(None, disk), ReadAhead(disk, 100 * NBYTES)
-    ahead.waits("a", KEYS[:2])
+def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused() -> None:
+    loading, ahead = Loading(None), ReadAhead(100 * NBYTES)
+    ahead.waits("a", spans(2))
     assert ahead.take(loading) == []  # it may have its turn with the next step
     assert ahead.take(loading) == KEYS[:2]
     assert ahead.take(loading) == []
     ahead.starts("a")
-    ahead.waits("b", KEYS[1:4])
+    ahead.waits("b", spans(4)[1:])
     assert [ahead.take(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
     ahead.ends("a")
     loading.note(MemoryChange((KEYS[1],)))
     assert ahead.take(loading) == KEYS[2:4]
 
 
-def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead(disk: DiskStore) -> None:
-    loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
-    ahead.waits("a", KEYS[:2])
+def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead() -> None:
+    loading, ahead = Loading(MACHINE), ReadAhead(100 * NBYTES)
+    ahead.waits("a", spans(2))
     assert [ahead.take(loading) for _ in range(3)] == [[], [], []]
     loading.note(MemoryChange())
     assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:2]]
 
 
-def test_what_is_read_ahead_fits_into_memory(disk: DiskStore) -> None:
-    loading, ahead = Loading(None, disk), ReadAhead(disk, 4 * NBYTES)
-    for name, keys in (("large", KEYS[:3]), ("first", KEYS[:2]), ("second", KEYS[2:4]), ("gone", KEYS[4:])):
-        ahead.waits(name, keys)
+def test_what_is_read_ahead_fits_into_memory() -> None:
+    loading, ahead = Loading(None), ReadAhead(4 * NBYTES)
+    every = spans(5)
+    for name, stored in (("large", every[:3]), ("first", every[:2]), ("second", every[2:4]), ("gone", every[4:])):
+        ahead.waits(name, stored)
     ahead.ends("gone")
     assert [ahead.take(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
     ahead.ends("first")
     assert ahead.take(loading) == KEYS[2:4]
-    no_memory = ReadAhead(disk, 0)
-    no_memory.waits("a", KEYS)
+    no_memory = ReadAhead(0)
+    no_memory.waits("a", every)
     assert [no_memory.take(loading) for _ in range(3)] == [[], [], []]
-
-
-def test_chunks_that_are_gone_meanwhile_are_left_out(tmp_path: Path) -> None:
-    disk = DiskStore(tmp_path, fsync=False)
-    disk.put(KVS[0])
-    loading, ahead = Loading(MACHINE, disk), ReadAhead(disk, 100 * NBYTES)
-    loading.note(MemoryChange())
-    ahead.waits("a", KEYS[:2])
-    assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:1]]
-    assert loading.decide(0.15, 75, 5, spans(3)).load_s == pytest.approx(20 * 0.6e-3)

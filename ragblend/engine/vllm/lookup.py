@@ -1,0 +1,142 @@
+"""Which of a request's chunks are stored on this machine, found out beside vLLM's scheduling.
+
+On a slow disk, or one behind a network, a header takes as long as a layer. So it is read by threads: who schedules
+waits for `PATIENCE_S`, which a local disk does not use up, and otherwise looks again at a later step. Knows keys and
+stores; knows neither vLLM nor what becomes of what it finds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name, neighbours
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.worker import StoredSpan
+from ragblend.errors import RagblendError
+from ragblend.options import ContextPolicy
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 0.003
+NUM_LOOKUPS = 4  # requests that are looked up at the same time
+
+
+class Found(NamedTuple):
+    """What is stored of a prompt's chunks, and keys of what the remote tier may have instead."""
+
+    stored: tuple[StoredSpan, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+class ChunkLookup:
+    """Looks chunks up in `disk`, behind the contexts that the store's policy and `config` name.
+
+    num_layers: of the model; decides the default policy. `close` ends the threads.
+    """
+
+    def __init__(self, disk: DiskStore, config: ConnectorConfig, num_layers: int) -> None:
+        self._disk, self._config = disk, config
+        self._remembered, self._default = disk.context(), default_context(num_layers)
+        self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
+
+    def start(self, fingerprint: str, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[Found]:
+        """Have the prompt `ids` looked up for the model `fingerprint`.
+
+        asks_remote: nothing but `missing` is looked for where anything is missing that another machine may have.
+        """
+        return self._pool.submit(self._look, fingerprint, ids, params, asks_remote)
+
+    def close(self) -> None:
+        """Give up what nobody has begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def context(self) -> ContextPolicy:
+        """What the store's chunks are computed behind, as far as is known."""
+        if self._config.context is not None:
+            return self._config.context
+        try:
+            self._remembered = self._disk.context()
+        except RagblendError as error:  # it was sound when the server started
+            log.warning("%s", error)
+        return self._remembered or self._default
+
+    def _look(self, fingerprint: str, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> Found:
+        if params.mode == "ingest":  # what is not here is computed, not asked for
+            self._remember(params.context)
+            return Found(self._ingested(fingerprint, ids, params))
+        candidates = list(self._candidates(fingerprint, ids, params))
+        missing = self._missing(candidates) if asks_remote else ()
+        return Found(missing=missing) if missing else Found(tuple(self._stored(ids, candidates)))
+
+    def _candidates(
+        self, fingerprint: str, ids: Sequence[int], params: BlendParams
+    ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
+        """For each chunk where it is, and the keys that it may be stored under, the best one first."""
+        num_prefix, starts = params.spans[0][0], neighbours(params.spans)
+        policy = (self.context(), self._config.context_ids)
+        for start, end in params.spans:
+            found = contexts(ids, start, starts.get(start), num_prefix, self._config.prefix_ids, *policy)
+            keys = [_key(fingerprint, ids, (start, end), params, each.token_ids, each.name) for each in found]
+            yield start, end, list(zip(keys, found, strict=True))
+
+    def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, Context]]]]) -> tuple[str, ...]:
+        """Keys not on this machine that would be better than what is."""
+        missing: dict[str, None] = {}
+        for _, _, keys in candidates:
+            for key, _ in keys:
+                if self._disk.contains(key):
+                    break
+                missing[key] = None
+        return tuple(missing)
+
+    def _stored(
+        self, ids: Sequence[int], candidates: Sequence[tuple[int, int, list[tuple[str, Context]]]]
+    ) -> Iterator[StoredSpan]:
+        """Stored chunks of the prompt, each from the best context that it is stored behind."""
+        for start, end, keys in candidates:
+            for key, context in keys:
+                kv = self._disk.peek(key)
+                if kv is not None and kv.header.token_ids == tuple(ids[start:end]):
+                    yield StoredSpan(start, end, key, context.match, context.exact, context.policy, kv.nbytes)
+                    break
+
+    def _ingested(self, fingerprint: str, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+        """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
+        *behind, own = params.spans
+        prefix_ids = tuple(ids[: params.spans[0][0]])
+        own_key = _key(fingerprint, ids, own, params, prefix_ids, key_name(params.context))
+        if self._disk.contains(own_key):
+            return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
+        keys = [(span, _key(fingerprint, ids, span, params, prefix_ids)) for span in behind]
+        return tuple(
+            StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids))
+            for span, key in keys
+            if self._disk.contains(key)
+        )
+
+    def _remember(self, policy: ContextPolicy) -> None:
+        """Have the store remember what is ingested into it, where it remembers nothing and nobody has said."""
+        self.context()  # reads it again
+        if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):
+            return
+        try:
+            self._disk.put_context(policy)
+        except RagblendError as error:
+            log.warning("%s", error)
+
+
+def _key(
+    fingerprint: str,
+    ids: Sequence[int],
+    span: tuple[int, int],
+    params: BlendParams,
+    prefix_ids: Sequence[int],
+    name: str = "",
+) -> str:
+    return chunk_key(fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)
