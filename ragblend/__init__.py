@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ragblend.engine.load import load_engine
     from ragblend.engine.store.open import open_store
     from ragblend.index import open_index
+    from ragblend.ingestion.ray_workers import RayWorkers
     from ragblend.llm import BlendLLM, ChatBlend
     from ragblend.precompute import ingest
     from ragblend.prompt.prompt import Chunk, SegmentedPrompt
@@ -25,6 +26,7 @@ _HOME = {
     "ChatBlend": "ragblend.llm",
     "Chunk": "ragblend.prompt.prompt",
     "Conversation": "ragblend.engine.generation",
+    "RayWorkers": "ragblend.ingestion.ray_workers",
     "SegmentedPrompt": "ragblend.prompt.prompt",
     "ingest": "ragblend.precompute",
     "load_engine": "ragblend.engine.load",
@@ -37,6 +39,7 @@ __all__ = [
     "ChatBlend",
     "Chunk",
     "Conversation",
+    "RayWorkers",
     "SegmentedPrompt",
     "__version__",
     "ingest",

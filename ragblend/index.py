@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -194,15 +194,28 @@ class ChunkIndex(ChunkDatabase):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def embed(self, texts: Sequence[str]) -> FloatArray:
-        """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again."""
+    def unembedded(self, texts: Sequence[str]) -> list[str]:
+        """Those of `texts` that no chunk has, wherever, each once."""
         stored = self.vectors(texts)
-        missing = list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
+        return list(dict.fromkeys(text for text in texts if text_hash(text) not in stored))
+
+    def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
+        """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again.
+
+        made: [dim] vectors by text that this index's embedder has made elsewhere.
+        """
+        stored = self.vectors(texts)
+        missing = dict.fromkeys(text for text in texts if text_hash(text) not in stored)
+        taken = [text for text in missing if made is not None and text in made]
+        left = [text for text in missing if made is None or text not in made]
+        fresh = dict(
+            zip(taken, self._unit_rows([made[text] for text in taken] if made else (), len(taken)), strict=True)
+        )
         with self._embedder_lock:
-            made = self._unit_rows(self.embedder.embed(missing) if missing else (), len(missing))
-        fresh = dict(zip(missing, made, strict=True))
-        rows = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
-        return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)
+            rows = self._unit_rows(self.embedder.embed(left) if left else (), len(left))
+        fresh |= zip(left, rows, strict=True)
+        found = [fresh[text] if text in fresh else np.frombuffer(stored[text_hash(text)], "<f4") for text in texts]
+        return np.array(found, np.float32).reshape(len(texts), self._made_by.dim)
 
     def remove_document(self, source: str) -> int:
         """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""

@@ -39,6 +39,7 @@ from ragblend.ingestion.follow import Progress as Progress
 from ragblend.ingestion.forget import forget_texts, registry_for, sweep, unfinished
 from ragblend.ingestion.nearby import nearby
 from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
+from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
 from ragblend.prompt.segmenter import FIXED_TOKENS
@@ -92,6 +93,7 @@ def ingest(
     keep_missing: bool = False,
     max_file_mib: float = MAX_FILE_MIB,
     embedder: str | None = None,
+    workers: Workers | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> IngestReport:
@@ -109,6 +111,8 @@ def ingest(
     remembers, in a new one the default for the model: "similar" from 12 layers on, else "none". "neighbour" and
     "similar" keep a second version of each chunk: twice the store. `precompute_index` changes it; here it has to be
     what the store has, or UsageError.
+
+    workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
     Files that should be text and are not, or hold more than `max_file_mib` (0: no limit), are listed in
     `report.failures`, others that are no documents in `report.skipped`. Raises EmptyCorpusError when there is nothing
@@ -129,7 +133,7 @@ def ingest(
         else open_engine_index(index, engine, embedder, chunk_size) as opened
     ):
         cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
-        followed = follow(opened, found, cut, tell, keep_missing=keep_missing, max_file_mib=max_file_mib)
+        followed = follow(opened, found, cut, tell, workers, keep_missing=keep_missing, max_file_mib=max_file_mib)
         report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
         report.num_updated, report.removed = followed.num_updated, followed.removed
         report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
@@ -142,7 +146,9 @@ def ingest(
         report.num_chunks = len(chunks)
         report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
         if precompute and chunks:
-            precompute_chunks(versions(chunks, engine.context), engine, tell, report, say, index=opened)
+            prefill = workers.prefill if workers is not None else prefill_here
+            wanted = versions(chunks, engine.context)
+            precompute_chunks(wanted, engine, tell, report, say, index=opened, prefill=prefill)
             indexed = set(followed.sources).difference(opened.sources("precomputed"))
             opened.set_status(indexed, "precomputed")
             _pin_again(followed.sources, engine, opened)
@@ -182,6 +188,7 @@ def precompute_chunks(
     rewrite: bool = False,
     index: Finder | None = None,
     note: Callable[[], object] | None = None,
+    prefill: Prefill = prefill_here,
 ) -> IngestReport:
     """Prefill every chunk whose KV the store does not hold.
 
@@ -189,7 +196,7 @@ def precompute_chunks(
     as computed is rounded; KV in eight bits is prefilled again, because what rounding lost is lost.
     The size to come is forecast, told through `say`, and checked against the disk before anything is computed.
     `index` finds what similar versions are computed behind; without one they are a UsageError. `note` registers the
-    texts; by default they become an index's.
+    texts; by default they become an index's. `prefill`: who computes.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     tell = progress or (lambda stage, done, total: None)
@@ -226,7 +233,7 @@ def precompute_chunks(
             num_chunks = len(missing) + len(renewed)
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}")
     tell("prefill", 0, len(missing) + len(renewed))
-    stored = chain(_prefill(missing, engine), prefill_again(renewed, engine, _prefill))
+    stored = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
     try:
         for done, nbytes in enumerate(stored, start=1):
             report.new_kv_bytes += nbytes
@@ -249,11 +256,12 @@ def precompute_index(
     say: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
+    workers: Workers | None = None,
 ) -> IngestReport:
     """Prefill every indexed chunk whose KV the store does not hold, in every version that its context asks for.
 
     Another `context` than the store's is remembered first, and the versions that it has not are dropped last, so killed
-    in between, the same call goes on. `rewrite`: see `precompute_chunks`.
+    in between, the same call goes on. `rewrite`: see `precompute_chunks`; `workers`: see `ingest`.
     """
     if context is not None:
         engine.keep_context(context)
@@ -261,7 +269,8 @@ def precompute_index(
         settle_context(engine, None)
     chunks = list(index.chunks())
     wanted = versions(chunks, engine.context)
-    report = precompute_chunks(wanted, engine, progress, say=say, rewrite=rewrite, index=index)
+    prefill = workers.prefill if workers is not None else prefill_here
+    report = precompute_chunks(wanted, engine, progress, say=say, rewrite=rewrite, index=index, prefill=prefill)
     if context is not None:
         report.num_removed_kv, problem = drop_versions(chunks, wanted, engine)
         if problem:
@@ -270,12 +279,6 @@ def precompute_index(
     report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
     report.store_bytes = disk_bytes(engine)
     return report
-
-
-def _prefill(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-    """Prefill chunks one after the other, or side by side where the engine can; the bytes stored of each."""
-    together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
-    return together(chunks) if together is not None else map(engine.precompute, chunks)
 
 
 def precompute_documents(

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, JsonOption, takes
+from ragblend.cli.options import DocumentArgument, GpusPerWorker, JsonOption, RayAddress, Workers, takes
 from ragblend.cli.printing import count_of, err, print_ingest, print_result, progress_bars
-from ragblend.cli.session import embedder_name, open_engine, open_index_of, wait_for_remote
+from ragblend.cli.session import embedder_name, open_engine, open_index_of, open_workers, wait_for_remote
 from ragblend.config import Settings
 
 EXIT_PARTIAL = 6
@@ -26,6 +26,9 @@ def ingest(
         bool, typer.Option("--keep-missing", help="Drop nothing: keep documents whose files or records are gone.")
     ] = False,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
+    workers: Workers = None,
+    ray: RayAddress = None,
+    gpus_per_worker: GpusPerWorker = 0.0,
     json_: JsonOption = False,
 ) -> None:
     """Chunk, embed, index and precompute documents. Run it again after an interruption: it goes on where it was.
@@ -34,7 +37,11 @@ def ingest(
     """
     from ragblend.precompute import ingest as run
 
-    with open_engine(settings, new_model=True) as engine, progress_bars() as progress:
+    with (
+        open_engine(settings, new_model=True) as engine,
+        open_workers(settings, workers, ray, gpus_per_worker) as others,
+        progress_bars() as progress,
+    ):
         report = run(
             list(paths),
             engine,
@@ -46,6 +53,7 @@ def ingest(
             context=settings.context,
             max_file_mib=settings.max_file_mib,
             embedder=embedder_name(settings),
+            workers=others,
             progress=progress,
             say=err.print,
         )
@@ -56,7 +64,14 @@ def ingest(
 
 
 @takes("model backend index store remote context system namespace dtype kv_dtype device trust_remote_code")
-def precompute(settings: Settings, kv_dtype: str | None = None, json_: JsonOption = False) -> None:
+def precompute(
+    settings: Settings,
+    kv_dtype: str | None = None,
+    workers: Workers = None,
+    ray: RayAddress = None,
+    gpus_per_worker: GpusPerWorker = 0.0,
+    json_: JsonOption = False,
+) -> None:
     """Fill the store with the KV of every indexed chunk, for a new model, dtype or system text.
 
     --kv-dtype rewrites what is stored otherwise: from auto to int8 or fp8 without prefilling, back by prefilling.
@@ -67,10 +82,13 @@ def precompute(settings: Settings, kv_dtype: str | None = None, json_: JsonOptio
     with (
         open_engine(settings, new_model=True) as engine,
         open_index_of(settings, engine) as opened,
+        open_workers(settings, workers, ray, gpus_per_worker) as others,
         progress_bars() as progress,
     ):
         rewrite = kv_dtype is not None
-        report = precompute_index(engine, opened, settings.context, progress, err.print, rewrite=rewrite)
+        report = precompute_index(
+            engine, opened, settings.context, progress, err.print, rewrite=rewrite, workers=others
+        )
         wait_for_remote(engine, progress)
     print_ingest(report, settings, json_)
 

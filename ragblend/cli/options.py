@@ -81,6 +81,14 @@ def parse_ratio(text: str) -> float | str:
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DocumentArgument = Annotated[str, typer.Argument(help="A file, a folder, or a record (data.jsonl#3).")]
 ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", help="Processes that embed and prefill, by Ray; without --ray on this machine."),
+]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray", help="A running Ray cluster for the workers; auto finds this machine's.")
+]
+GpusPerWorker = Annotated[float, typer.Option("--gpus-per-worker", help="GPUs that each worker has for itself.")]
 VllmOptions = Annotated[
     str | None,
     typer.Option("--vllm-options", help="vLLM's own engine arguments, as JSON: '{\"enforce_eager\": false}'."),

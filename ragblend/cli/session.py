@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ragblend.engine.api import Engine
     from ragblend.index import ChunkIndex, SearchHit
+    from ragblend.ingestion.ray_workers import RayWorkers
 
 
 def settings_from(arguments: dict[str, Any]) -> Settings:
@@ -62,20 +64,36 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
     if not new_model and not settings.is_served and not Path(settings.store).is_dir():
         raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
-    return load_engine(
-        settings.model,
-        settings.store,
-        backend=settings.backend,
-        dtype=settings.dtype,
-        device=settings.device,
-        system=settings.system,
-        namespace=settings.namespace,
-        shadow=settings.shadow,
-        context=settings.context,
-        new_model=new_model,
-        trust_remote_code=settings.trust_remote_code,
+    engine: Engine = load_engine(settings.model, settings.store, new_model=new_model, **_engine_options(settings))
+    return engine
+
+
+def _engine_options(settings: Settings) -> dict[str, Any]:
+    """What the settings say of an engine besides model and store."""
+    return {
+        "backend": settings.backend,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "system": settings.system,
+        "namespace": settings.namespace,
+        "shadow": settings.shadow,
+        "context": settings.context,
+        "trust_remote_code": settings.trust_remote_code,
         **settings.tiers,
-    )
+    }
+
+
+def open_workers(
+    settings: Settings, count: int | None, ray: str | None, gpus: float
+) -> AbstractContextManager[RayWorkers | None]:
+    """Workers on Ray where a number of them, or a cluster, is named; else none."""
+    if count is None and ray is None:
+        return nullcontext()
+    from ragblend.ingestion.ray_workers import RayWorkers
+
+    counted = {} if count is None else {"count": count}
+    options = _engine_options(settings)
+    return RayWorkers(settings.model, settings.store, address=ray, num_gpus=gpus, **counted, **options)
 
 
 def open_index_of(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:

@@ -7,7 +7,8 @@ documents as they are read; deletes no KV (see `forgetting`) and prefills nothin
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,12 @@ from ragblend.corpus.documents import (
     open_source,
     reader_version,
 )
+from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folders import ReadFailure, Walk, is_in
 from ragblend.corpus.rows import FileNote
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
+from ragblend.ingestion.workers import Workers
 from ragblend.prompt.prompt import Chunk
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
@@ -61,6 +64,7 @@ def follow(
     found: Walk,
     cut: Cut,
     tell: Progress,
+    workers: Workers | None = None,
     *,
     keep_missing: bool = False,
     max_file_mib: float = MAX_FILE_MIB,
@@ -70,12 +74,12 @@ def follow(
     Out go only documents that came from the files and folders of `found`: of files that are gone, are no documents any
     more or are left out by their folder now, and records that have left their file. What `found`'s pattern leaves out
     stays, and so does what could not be read this time. `keep_missing` takes nothing out. A file beyond `max_file_mib`
-    (0: no limit) is one that cannot be read.
+    (0: no limit) is one that cannot be read. `workers` embed, while the next files are read.
     """
-    run = _Run(index, found, cut, tell, keep_missing, max_file_mib)
+    run = _Run(index, found, cut, tell, workers, keep_missing, max_file_mib)
     for path in found.files:
         run.read(path)
-    run.flush()
+    run.flush(num_ahead=0)
     if not keep_missing:
         run.remove_missing()
     if not index.is_saved:
@@ -83,14 +87,29 @@ def follow(
     return run.result
 
 
+class _Batch(NamedTuple):
+    """Documents read and cut, with version and chunks, and the files that are finished by them, with what is gone."""
+
+    documents: list[tuple[Document, str, list[Chunk]]]
+    files: list[tuple[FileNote, list[str]]]
+    embedded: Callable[[], Mapping[str, FloatArray]]  # vectors by text; for the rest the index asks its own embedder
+
+
 class _Run:
     """One pass over the files: what is known of them, and what waits to be embedded."""
 
     def __init__(
-        self, index: ChunkIndex, found: Walk, cut: Cut, tell: Progress, keep_missing: bool, max_file_mib: float
+        self,
+        index: ChunkIndex,
+        found: Walk,
+        cut: Cut,
+        tell: Progress,
+        workers: Workers | None,
+        keep_missing: bool,
+        max_file_mib: float,
     ) -> None:
         self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
-        self._max_file_mib = max_file_mib
+        self._workers, self._max_file_mib = workers, max_file_mib
         skipped = [ReadFailure(path, OUTSIDE) for path in found.outside]
         self.result = Followed(failures=list(found.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
@@ -99,6 +118,7 @@ class _Run:
         self._made_by: dict[str, str] = {}  # source -> file, of this run
         self._waiting: list[tuple[Document, str, list[Chunk]]] = []
         self._finished: list[tuple[FileNote, list[str]]] = []  # read; to be noted once what waits is in the index
+        self._coming: deque[_Batch] = deque()  # being embedded, the oldest first
         self._saved_s, self._num_embedded = perf_counter(), 0
 
     def read(self, path: str) -> None:
@@ -160,30 +180,44 @@ class _Run:
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
-            self.flush()
+            self.flush(self._workers.num_ahead if self._workers is not None else 0)
 
-    def flush(self) -> None:
-        """Embed and index what waits, then note the files that are finished by it. Killed in between, they are read
-        again."""
-        if self._waiting:
-            vectors = self.index.embed([chunk.text for _, _, chunks in self._waiting for chunk in chunks])
+    def flush(self, num_ahead: int) -> None:
+        """Have what waits embedded; index it, and what was sent before, up to `num_ahead` batches that are not done."""
+        texts = [chunk.text for _, _, chunks in self._waiting for chunk in chunks]
+        self._coming.append(_Batch(self._waiting, self._finished, self._embed(texts)))
+        self._waiting, self._finished = [], []
+        while len(self._coming) > num_ahead:
+            self._commit(self._coming[0])
+            self._coming.popleft()  # where the index refused it, it is refused again, outside of any file
+        if perf_counter() - self._saved_s > _SAVE_EVERY_S:
+            self.index.save()
+            self._saved_s = perf_counter()
+
+    def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
+        missing = self.index.unembedded(texts) if self._workers is not None else []
+        if self._workers is None or not missing:
+            return dict
+        rows = self._workers.embed(missing, self.index.manifest.embedder)
+        return lambda: dict(zip(missing, rows(), strict=True))
+
+    def _commit(self, batch: _Batch) -> None:
+        """Index a batch, then note the files that are finished by it. Killed in between, they are read again."""
+        if batch.documents:
+            texts = [chunk.text for _, _, chunks in batch.documents for chunk in chunks]
+            vectors = self.index.embed(texts, batch.embedded())
             first = 0
-            for document, version, chunks in self._waiting:
+            for document, version, chunks in batch.documents:
                 rows = vectors[first : first + len(chunks)]
                 file = self._made_by[document.source]
                 self.index.add_document(document.source, version, chunks, rows, file=file)
                 first += len(chunks)
             self._num_embedded += first
             self.tell("embed", self._num_embedded, None)
-        for _, gone in self._finished:
+        for _, gone in batch.files:
             self._remove(gone)
-        if self._finished:
-            self.index.note_files(note for note, _ in self._finished)
-        self._waiting.clear()
-        self._finished.clear()
-        if perf_counter() - self._saved_s > _SAVE_EVERY_S:
-            self.index.save()
-            self._saved_s = perf_counter()
+        if batch.files:
+            self.index.note_files(note for note, _ in batch.files)
 
     def remove_missing(self) -> None:
         """Take out the documents of files that are not there any more."""

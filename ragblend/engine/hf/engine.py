@@ -32,12 +32,14 @@ from ragblend.engine.hf.constrain import Grammars
 from ragblend.engine.hf.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import is_quantised
+from ragblend.engine.many import grouped
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader, MemoryKV, dtype_name, stored_as
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
-from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tier, kv_dtype_of
+from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tier, kv_dtype_of, tiers_of
 from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
@@ -155,13 +157,30 @@ class TransformersEngine(BlendingEngine):
     def generate_batch(self, prompts: Sequence[SegmentedPrompt], **options: Unpack[Options]) -> list[Generation]:
         """`generate` of each, their tokens decoded together, `max_num_seqs` at a time.
 
-        Raises the first error there was, once the others have ended.
+        Where the memory tier has no room for the chunks of all, prompts that share chunks are answered one behind the
+        other (see `many`). Raises the first error there was, once the others have ended.
         """
-        streams = [self.stream(prompt, **options) for prompt in prompts]
-        for error in self.batch.finish(streams):
+        streams = {place: self.stream(prompts[place], **options) for place in self._grouped(prompts)}
+        for error in self.batch.finish(list(streams.values())):
             if error is not None:
                 raise error
-        return [stream.result for stream in streams]
+        return [streams[place].result for place in range(len(prompts))]
+
+    def _grouped(self, prompts: Sequence[SegmentedPrompt]) -> Sequence[int]:
+        """The order in which prompts are to be answered, by place."""
+        memory = next((tier for tier in tiers_of(self.store) if isinstance(tier, MemoryStore)), None)
+        if memory is None or len(tiers_of(self.store)) == 1:
+            return range(len(prompts))
+        nbytes: dict[str, int] = {}
+        keys = [self.keys_ahead(prompt.chunks) for prompt in prompts]
+        for prompt, own in zip(prompts, keys, strict=True):
+            # One size for all keys of a prompt, the mean of its chunks: a key does not say which chunk it is of.
+            num_tokens = sum(self.segmenter.count_tokens(chunk.text) for chunk in prompt.chunks)
+            for key in own:
+                nbytes.setdefault(key, num_tokens * self.bytes_per_token // max(1, len(prompt.chunks)))
+        if sum(nbytes.values()) <= memory.capacity_bytes:
+            return range(len(prompts))
+        return grouped(keys, nbytes, memory.capacity_bytes)
 
     def stream(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> GenerationStream:
         """`generate`, piece by piece: iterate for text; `.result` holds answer and report once it has ended.
