@@ -1,8 +1,8 @@
 """Ingestion by workers on Ray: beside one process, by their number, and while workers and driver are killed.
 
     python -m benchmarks.ingestion_workers --model models/smollm2 --out data/results/ingestion-workers.json
-    python -m benchmarks.ingestion_workers --num-chunks 20000 --counts 2 --worker-kills 10 --driver-kills 5 \
-        --out data/results/ingestion-killed.json
+    python -m benchmarks.ingestion_workers --num-chunks 20000 --chunk-tokens 32 --embedder hashing --counts 2 \
+        --worker-kills 10 --driver-kills 5 --out data/results/ingestion-killed.json
 
 Every run is the command line, `ragblend ingest`, over the same files: paragraphs of MuSiQue's questions, cut to
 `--chunk-tokens`, repeated with edits so that no two chunks are the same. Each run's store is held against that of one
@@ -67,6 +67,7 @@ def main(
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 128,
     counts: Annotated[str, typer.Option("--counts", help="Numbers of workers.")] = "1,2,4",
     context: Annotated[str, typer.Option("--context")] = "none",
+    embedder: Annotated[str, typer.Option("--embedder")] = "auto",
     worker_kills: Annotated[int, typer.Option("--worker-kills", help="In each run with workers, at random.")] = 0,
     driver_kills: Annotated[int, typer.Option("--driver-kills")] = 0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -76,7 +77,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="ragblend-workers-") as folder:
         home = Path(folder)
         write_corpus(home / "docs", num_chunks, chunk_tokens, dice)
-        options = ["--model", model, "--chunk-size", str(chunk_tokens), "--context", context]
+        options = ["--model", model, "--chunk-size", str(chunk_tokens)]
+        options += ["--context", context, "--embedder", embedder]
         runs: list[Run] = []
         for count in (0, *map(int, counts.split(","))):
             run = Run(count)
@@ -85,6 +87,7 @@ def main(
             runs.append(run)
             print(json.dumps(asdict(run)), file=sys.stderr, flush=True)
     config = {"model": model, "num_chunks": num_chunks, "chunk_tokens": chunk_tokens, "context": context, "seed": seed}
+    config["embedder"] = embedder
     made = {
         "schema_version": SCHEMA_VERSION, "command": "benchmarks.ingestion_workers", "hardware": hardware_card(),
         "config": config, "runs": [asdict(run) for run in runs],
@@ -128,7 +131,7 @@ def ingest(home: Path, run: Run, options: list[str], dice: random.Random, worker
         watch = Thread(target=sample, args=(driver.pid, samples, ended))
         watch.start()
         while left and driver.poll() is None:
-            time.sleep(dice.uniform(4, 12))
+            time.sleep(dice.uniform(3, 8))
             if not (workers := workers_of_ray()) or driver.poll() is not None:
                 continue
             seen |= entries(store)
