@@ -1,7 +1,7 @@
 """Ingestion by workers on Ray: beside one process, by their number, and while workers and driver are killed.
 
     python -m benchmarks.ingestion_workers --model models/smollm2 --out data/results/ingestion-workers.json
-    python -m benchmarks.ingestion_workers --num-chunks 20000 --chunk-tokens 32 --embedder hashing --counts 2 \
+    python -m benchmarks.ingestion_workers --num-chunks 9800 --chunk-tokens 32 --embedder hashing --counts 2 \
         --worker-kills 10 --driver-kills 5 --out data/results/ingestion-killed.json
 
 Every run is the command line, `ragblend ingest`, over the same files: paragraphs of MuSiQue's questions, cut to
@@ -105,7 +105,7 @@ def write_corpus(folder: Path, num_chunks: int, chunk_tokens: int, dice: random.
     texts = [passage["text"] for each in asked for passage in each["ctxs"]]
     words = [word for text in texts for word in text.split()]
     folder.mkdir()
-    # In MuSiQue's lower-cased prose SmolLM2's tokenizer makes about 1.45 tokens of a word; chunks are full to the rim.
+    # About: how many tokens a word has is the tokenizer's. What came of it is in `Run.num_chunks`.
     per_file = int(CHUNKS_PER_FILE * chunk_tokens / 1.45)
     for number in range(-(-num_chunks // CHUNKS_PER_FILE)):
         start = dice.randrange(len(words))

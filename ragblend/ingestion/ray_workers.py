@@ -22,7 +22,7 @@ from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import tiers_of
-from ragblend.errors import RagblendError, StoreMismatchError, UsageError
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.ingestion.workers import prefill_here
 from ragblend.options import is_url
 from ragblend.prompt.prompt import Chunk
@@ -52,7 +52,8 @@ class RayWorkers:
     no place yet join when they get one. `model`, `store` and `options` are what `load_engine` takes; `store` is a
     directory that all machines see, or one of each machine's with a `remote` behind it.
 
-    Raises ImportError without Ray, UsageError for what cannot be shared out, ConnectionError where no cluster answers.
+    Raises ImportError without Ray, UsageError for what cannot be shared out, BackendUnreachableError where no cluster
+    answers.
     A context manager: at its end the workers end, and so does Ray if it was started here.
     """
 
@@ -164,8 +165,14 @@ class RayWorkers:
         here = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
         if num_gpus:
             here["num_gpus"] = ceil(num_gpus)
-        self._ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR",
-                       **({} if address else here))  # fmt: skip
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            self._ray.init(address=address or "local", **quiet, **({} if address else here))
+        except ConnectionError as error:
+            raise BackendUnreachableError(
+                f"no Ray cluster at {redacted(address or 'local')} ({error}); start one: ray start --head, or leave "
+                "out --ray for workers on this machine"
+            ) from error
 
 
 class _Worker:

@@ -19,7 +19,7 @@ from commands import run_command
 from ragblend import ingest, load_engine, open_index
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import in_memory
-from ragblend.errors import StoreMismatchError, StoreNotWritableError, UsageError
+from ragblend.errors import BackendUnreachableError, StoreMismatchError, StoreNotWritableError, UsageError
 from ragblend.precompute import precompute_index
 
 ray = pytest.importorskip("ray")
@@ -98,6 +98,20 @@ def entries(home: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (home / "kv").glob("??/*.safetensors")}
 
 
+def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):  # first: the others have a cluster
+    with pytest.raises(UsageError, match="choose 1 or more"):
+        RayWorkers("demo", tmp_path, count=0)
+    with pytest.raises(UsageError, match="prefills itself"):
+        RayWorkers("demo", tmp_path, backend="http://localhost:8000")
+    with pytest.raises(BackendUnreachableError, match="ray start --head"):
+        RayWorkers("demo", tmp_path, address="auto")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "a.txt").write_text("Something to read.")
+    arguments = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "kv"), "--index", str(tmp_path / "index")]
+    assert run_command(*arguments, "--model", "demo", "--workers", "2") == 1
+    assert "pip install 'ragblend[ray]'" in capsys.readouterr().err
+
+
 def test_workers_store_what_one_process_does(corpus, alone, cluster, tmp_path):
     with load_engine("demo", tmp_path / "kv") as engine, RayWorkers("demo", tmp_path / "kv") as workers:
         report = run(corpus, engine, tmp_path, context="none", workers=workers)
@@ -166,18 +180,6 @@ def test_what_goes_wrong_in_a_worker_is_said_here(corpus, cluster, tmp_path):
         ):
             run(corpus, engine, tmp_path, workers=workers)
         run(corpus, engine, tmp_path)  # the index that was left goes on
-
-
-def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):
-    with pytest.raises(UsageError, match="choose 1 or more"):
-        RayWorkers("demo", tmp_path, count=0)
-    with pytest.raises(UsageError, match="prefills itself"):
-        RayWorkers("demo", tmp_path, backend="http://localhost:8000")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    (tmp_path / "a.txt").write_text("Something to read.")
-    arguments = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "kv"), "--index", str(tmp_path / "index")]
-    assert run_command(*arguments, "--model", "demo", "--workers", "2") == 1
-    assert "pip install 'ragblend[ray]'" in capsys.readouterr().err
 
 
 def workers_of_ray() -> list[int]:
