@@ -89,7 +89,7 @@ def assert_alike(found: list[list[tuple[str, float]]], wanted: list[list[tuple[s
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_place_answers_as_flat_faiss_does_through_changes_and_reopening(kind, place, tmp_path):
     questions, where = rows_of(10), place(kind)
-    vectors = {source: rows_of(16) for source in "abcdefghijklmnop" if kind.startswith("faiss:IVF") else "abcdef"}
+    vectors = {source: rows_of(16) for source in ("abcdefghijklmnop" if "IVF" in kind else "abcdef")}
     vectors["f"][:8] = vectors["a"][:8]  # equals: which are taken is not left to chance
     plain = open_index(tmp_path / "plain", embedder(), create=True)
     other = open_index(tmp_path / "other", embedder(), create=True, vectors=where)
@@ -162,7 +162,7 @@ def test_ties_and_zeros_come_out_the_same_everywhere(shared, documents, question
 # --- FAISS's other kinds ---
 
 
-@pytest.mark.parametrize("kind", ["faiss:IVF8,Flat", "faiss:IVF8,SQ8?nprobe=8", "faiss:HNSW16,SQ8"])
+@pytest.mark.parametrize("kind", ["faiss:IVF8,Flat?nprobe=8", "faiss:IVF8,SQ8?nprobe=8", "faiss:HNSW16,SQ8"])
 def test_what_has_to_be_trained_is_flat_until_there_is_enough_and_then_finds_most(kind, tmp_path):
     questions = rows_of(20)
     with open_index(tmp_path / "index", embedder(), create=True, vectors=kind) as index:
