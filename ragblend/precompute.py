@@ -94,6 +94,7 @@ def ingest(
     max_file_mib: float = MAX_FILE_MIB,
     embedder: str | None = None,
     workers: Workers | None = None,
+    vectors: str | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> IngestReport:
@@ -130,7 +131,7 @@ def ingest(
     with (
         nullcontext(index)
         if isinstance(index, ChunkIndex)
-        else open_engine_index(index, engine, embedder, chunk_size) as opened
+        else open_engine_index(index, engine, embedder, chunk_size, vectors=vectors) as opened
     ):
         cut = _cut(opened, engine, chunk_size, splitter, say or logger.warning)
         followed = follow(opened, found, cut, tell, workers, keep_missing=keep_missing, max_file_mib=max_file_mib)
@@ -420,15 +421,18 @@ def open_engine_index(
     chunk_size: int | None = None,
     *,
     create: bool = True,
+    vectors: str | None = None,
 ) -> ChunkIndex:
     """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model.
 
-    `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused.
+    `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused. `vectors`:
+    where its vectors are searched from now on, see `open_index`.
     """
     index = open_index(
         path,
         embedder,
         create=create,
+        vectors=vectors,
         tokenizer=engine.name,
         tokenizer_fingerprint=engine.segmenter.fingerprint,
         chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,

@@ -36,6 +36,8 @@ SCHEMA = (
     "text_hash BLOB NOT NULL, behind_hash BLOB NOT NULL, checksum INTEGER NOT NULL, UNIQUE (key, place))",
     "CREATE INDEX IF NOT EXISTS documents_by_file ON documents (file)",
     "CREATE INDEX IF NOT EXISTS chunks_by_text ON chunks (text_hash)",
+    # All that search structures ask for, without reading texts and vectors.
+    "CREATE INDEX IF NOT EXISTS chunks_by_generation ON chunks (generation, document, ordinal, checksum)",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 CHECKED = {

@@ -1,0 +1,240 @@
+"""Vectors in FAISS: flat and in memory, or any index of `faiss.index_factory`, mapped from its file.
+
+What FAISS cannot remove is marked by the id -1 and left out of answers; once a quarter is, all is built anew. What has
+to be trained stays flat until there is enough to train it on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.corpus.embedders import FloatArray
+from ragblend.corpus.vectors.base import PAGE, Catalogue, Found, Ids, vectors_of
+from ragblend.corpus.vectors.choice import Choice, choose
+from ragblend.errors import UsageError
+from ragblend.files.reading import open_file
+
+_LEAST_PER_CENTROID, _MOST_PER_CENTROID = 39, 256  # what FAISS's k-means warns below, and samples down to
+_CODES, _CODED = 256, ("PQ", "RQ", "LSQ", "PCA", "ITQ")  # centroids of a quantizer of 8 bits, and who has them
+_EF_SEARCH = 64  # FAISS's own 16 finds too little among many vectors
+_GONE = -1  # the id of what was removed
+_MAPPED = getattr(faiss, "IO_FLAG_MMAP_IFC", 0)  # of every kind; older releases read into memory
+
+
+class FaissVectors:
+    """Unit vectors [dim] by row id, as of `generation` of the database they are derived from."""
+
+    is_shared = False
+
+    def __init__(self, dim: int, choice: Choice | None = None, generation: int = -1) -> None:
+        self.generation = generation  # -1: before the first change
+        self._choice, self._dim = choice or choose("faiss"), dim
+        self.is_flat = self._choice.target == "Flat"  # as chosen: others may be flat until they are trained
+        self._is_mapped = False
+        self._needed = 0 if self.is_flat else _num_needed(_made(dim, self._choice), self._choice.target)
+        self.faiss: Any = self._empty()
+        self._num_gone = 0
+
+    @staticmethod
+    def of_bytes(data: bytes, generation: int) -> FaissVectors:
+        """What `as_bytes` wrote of flat ones. FAISS's parser is not made for hostile bytes: compare their checksum
+        before."""
+        found = FaissVectors(1, generation=generation)
+        found.faiss = faiss.deserialize_index(np.frombuffer(data, np.uint8))
+        return found
+
+    @staticmethod
+    def of_file(path: Path, sha256: str, dim: int, choice: Choice, generation: int) -> FaissVectors | None:
+        """What `as_bytes` wrote, mapped; None where the file's checksum is another. Raises OSError."""
+        fd = open_file(path)
+        with os.fdopen(fd, "rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
+                return None
+            found = FaissVectors(dim, choice, generation)
+            # The very file whose bytes were compared: another may have its name by now.
+            found.faiss = faiss.read_index(f"/proc/self/fd/{fd}", _MAPPED)
+        found._is_mapped = bool(_MAPPED)
+        found._num_gone = int((found._ids() == _GONE).sum())
+        found._set_options()
+        return found
+
+    def as_bytes(self) -> bytes:
+        """All of it, for a file."""
+        return bytes(faiss.serialize_index(self.faiss).tobytes())
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return int(self.faiss.d)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all vectors are compared."""
+        return self.is_flat or isinstance(faiss.downcast_index(self.faiss.index), faiss.IndexFlat)
+
+    @property
+    def has_exact_scores(self) -> bool:
+        """Whether equal vectors have equal scores."""
+        return self.is_flat
+
+    def __len__(self) -> int:
+        return int(self.faiss.ntotal) - self._num_gone
+
+    def close(self) -> None:
+        """Nothing to do: memory and mappings go with this object."""
+
+    # --- following ---
+
+    def is_current(self, generation: int) -> bool:
+        """Whether these are the vectors of that generation."""
+        return self.generation == generation
+
+    def follow(self, catalogue: Catalogue) -> None:
+        """Come to hold the vectors of the catalogue and no others, those written since anew."""
+        wanted, changed = catalogue.ids(), catalogue.ids(newer_than=self.generation)
+        held = self._ids()
+        stale = ~np.isin(held, wanted) | np.isin(held, changed)
+        missing = wanted[~np.isin(wanted, held[~stale])]
+        if self._is_due(wanted.size, int(stale.sum()), held.size):
+            self._build(catalogue, wanted)
+        else:
+            if stale.any() or missing.size:
+                self._own()
+            self._drop(held, stale)
+            self._add(catalogue, missing)
+        self.generation = catalogue.generation()
+        assert len(self) == wanted.size
+
+    def _is_due(self, num_wanted: int, num_stale: int, num_held: int) -> bool:
+        """Whether all is to be built anew: too much is marked as gone, or there is enough to train on now."""
+        if self.is_flat:
+            return False
+        if self.is_exact:
+            return num_wanted >= max(self._needed, 1)
+        return num_wanted < self._needed or 4 * num_stale > num_held
+
+    def _build(self, catalogue: Catalogue, wanted: Ids) -> None:
+        """All of it anew, trained on an even sample."""
+        self._is_mapped, self._num_gone = False, 0
+        self.faiss = self._empty()
+        if self._needed and wanted.size >= self._needed:
+            made = _made(self._dim, self._choice)
+            # Evenly through the ids, which are hashes: in document order a sample could miss whole topics.
+            count = self._needed * _MOST_PER_CENTROID // _LEAST_PER_CENTROID
+            sample = np.sort(wanted)[:: max(1, wanted.size // count)][:count]
+            made.train(vectors_of(catalogue.rows(sample.tolist())))
+            self.faiss = faiss.IndexIDMap(made)
+            self._set_options()
+        self._add(catalogue, wanted)
+
+    def _drop(self, held: Ids, stale: NDArray[np.bool_]) -> None:
+        if self.is_exact:
+            if stale.any():
+                self.faiss.remove_ids(held[stale])
+            return
+        held[stale] = _GONE
+        faiss.copy_array_to_vector(held, self.faiss.id_map)
+        self._num_gone = int((held == _GONE).sum())
+
+    def _add(self, catalogue: Catalogue, missing: Ids) -> None:
+        for start in range(0, missing.size, PAGE):
+            page = catalogue.rows(missing[start : start + PAGE].tolist())
+            self.faiss.add_with_ids(vectors_of(page), np.array([row.id for row in page], np.int64))
+
+    # --- searching ---
+
+    def candidates(self, vector: FloatArray, count: int) -> Found:
+        """The `count` nearest to `vector` [1, dim]; fewer where there are no more, or some were not looked at."""
+        total, asked = int(self.faiss.ntotal), count
+        while True:
+            scores, ids = (found[0] for found in self.faiss.search(vector, min(asked, total)))
+            if self.is_exact:
+                return Found(scores, ids)
+            there = ids != _GONE  # which also fills what was not found
+            if there.sum() >= count or asked >= min(count + self._num_gone, total):
+                return Found(scores[there][:count], ids[there][:count])
+            asked *= 2
+
+    # --- inside ---
+
+    def _empty(self) -> Any:
+        if self.is_flat or self._needed:
+            return faiss.IndexIDMap2(faiss.IndexFlatIP(self._dim))
+        index = faiss.IndexIDMap(_made(self._dim, self._choice))
+        _set_options(index.index, self._choice)
+        return index
+
+    def _ids(self) -> Ids:
+        found: Ids = faiss.vector_to_array(self.faiss.id_map)
+        return found
+
+    def _own(self) -> None:
+        """Into memory of its own: FAISS ends the process when what is mapped is changed."""
+        if self._is_mapped:
+            self.faiss = faiss.deserialize_index(faiss.serialize_index(self.faiss))
+            self._is_mapped = False
+            self._set_options()
+
+    def _set_options(self) -> None:
+        if not self.is_exact:
+            _set_options(self.faiss.index, self._choice)
+
+
+def _made(dim: int, choice: Choice) -> Any:
+    """An empty index of the kind. Raises UsageError for what FAISS does not know, or what is not searched by rows."""
+    why = ""
+    try:
+        made = faiss.index_factory(dim, choice.target, faiss.METRIC_INNER_PRODUCT)
+        if isinstance(made, faiss.IndexIDMap | faiss.IndexIDMap2):
+            why = "it maps ids itself, which is done here"
+        elif made.metric_type != faiss.METRIC_INNER_PRODUCT:
+            why = "it does not compare by inner product"
+        elif made.d != dim or isinstance(made, faiss.IndexFlat):
+            why = "it is flat; write faiss"
+        elif isinstance(made, faiss.IndexIVF) and made.nlist < 1:
+            why = "it has no lists"
+        else:
+            faiss.IndexIDMap(made)
+            _set_options(made, choice)
+            return made
+    except (RuntimeError, OverflowError, MemoryError, TypeError) as error:
+        why = str(error).strip().splitlines()[-1].rpartition(": ")[2]
+    raise UsageError(
+        f"{choice.shown} is no FAISS index for vectors of {dim} numbers ({why}); choose faiss, faiss:HNSW32, "
+        "faiss:IVF1024,Flat?nprobe=32 or another string of its index factory"
+    )
+
+
+def _set_options(index: Any, choice: Choice) -> None:
+    """How far a search looks: what was chosen, else the square root of the lists, and `_EF_SEARCH`."""
+    index = faiss.downcast_index(index)
+    if (lists := _num_lists(index)) and not choice.number("nprobe"):
+        faiss.extract_index_ivf(index).nprobe = max(1, round(lists**0.5))
+    for name in ("nprobe", "efSearch"):
+        if value := choice.number(name):
+            faiss.ParameterSpace().set_index_parameter(index, name, value)
+    if isinstance(index, faiss.IndexHNSW) and not choice.number("efSearch"):
+        index.hnsw.efSearch = _EF_SEARCH
+
+
+def _num_lists(index: Any) -> int:
+    """Lists of an inverted file; 0 where there is none."""
+    try:
+        return int(faiss.extract_index_ivf(index).nlist)
+    except RuntimeError:
+        return 0
+
+
+def _num_needed(made: Any, factory: str) -> int:
+    """How many vectors it takes to train an index; 0 where it needs no training."""
+    if made.is_trained:
+        return 0
+    is_coded = any(word in factory for word in _CODED)
+    return _LEAST_PER_CENTROID * max(_num_lists(made), _CODES if is_coded else 1)
