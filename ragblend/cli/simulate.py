@@ -6,7 +6,7 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,12 +17,15 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
+    from ragblend.bench.traffic.demand import Demand
     from ragblend.bench.traffic.deployment import Deployment, Remote, TierSizes
     from ragblend.bench.traffic.reading import LogsRead
     from ragblend.bench.traffic.requests import Marks
     from ragblend.bench.traffic.simulation import SimulatedRun
     from ragblend.bench.traffic.tokens import Tokens
     from ragblend.engine.tuning.pipeline import Curve, MachineProfile
+
+T = TypeVar("T", int, float)
 
 
 @takes("store backend dtype device trust_remote_code memory_gib")
@@ -96,6 +99,8 @@ def simulate(
 
         require_matplotlib()
     require_simpy()
+    if (traffic is None) == (not trace):
+        raise UsageError("give either logs of requests or --traffic questions, which is generated")
     counts = split_counts(replicas)
     if not counts or min(counts) < 1:
         raise UsageError(f"--replicas is {replicas!r}; give one or more counts, such as 1,2,4")
@@ -106,12 +111,11 @@ def simulate(
             "a simulation needs this machine's times; measure them: ragblend profile --model MODEL --json > FILE, then "
             "--profile FILE"
         )
+    paged = _at_least("--paged-tokens", paged_tokens, 0) or math.inf
     base = _deployment(measured, router, rule, ratio, decode)
     base = replace(
         base,
-        batching=base.batching._replace(
-            batch_tokens=batch_tokens, max_seqs=max_seqs, paged_tokens=paged_tokens or math.inf
-        ),
+        batching=base.batching._replace(batch_tokens=batch_tokens, max_seqs=max_seqs, paged_tokens=paged),
         sizes=_sizes(settings.memory_gib, disk, remote),
         remote=_remote(measured, remote_gb_per_s, remote_latency_ms),
         overhead_s=overhead_ms / 1e3, ingested=ingested, stores_misses=_stores(on_miss), seed=seed,
@@ -133,7 +137,20 @@ def simulate(
             for count in counts:
                 progress("simulate", len(runs), len(chosen) * len(counts))
                 runs.append(run(demands, arrivals_s, replace(base, mode=mode), count))
-    facts: dict[str, Any] = {
+    facts = facts_of(logs, demands, tokens, base, runs)
+    if plot is not None:
+        from ragblend.bench.traffic.plot import plot_simulation
+
+        plot_simulation(facts, plot)
+        err.print(f"plot in {plot}")
+    print_result(facts, "\n".join(lines_of(facts, runs)), json_)
+
+
+def facts_of(
+    logs: LogsRead, demands: list[Demand], tokens: Tokens, base: Deployment, runs: list[SimulatedRun]
+) -> dict[str, Any]:
+    """The JSON object: what was replayed, on what, and what came out."""
+    return {
         "traces": list(logs.traces),
         "num_requests": len(demands),
         "num_broken": logs.broken.count,
@@ -147,12 +164,6 @@ def simulate(
         "deployment": {name: value for name, value in base.as_dict().items() if name != "mode"},
         "runs": [each.as_dict() for each in runs],
     }
-    if plot is not None:
-        from ragblend.bench.traffic.plot import plot_simulation
-
-        plot_simulation(facts, plot)
-        err.print(f"plot in {plot}")
-    print_result(facts, "\n".join(lines_of(facts, runs)), json_)
 
 
 def require_simpy() -> None:
@@ -205,10 +216,11 @@ def _sizes(memory_gib: float, disk_gib: float, remote_gib: float | None) -> Tier
     from ragblend.bench.traffic.deployment import TierSizes
     from ragblend.engine.store.open import GIB
 
-    def limit(gib: float) -> float:
-        return gib * GIB or math.inf
+    def limit(flag: str, gib: float) -> float:
+        return _at_least(flag, gib, 0) * GIB or math.inf
 
-    return TierSizes(memory_gib * GIB, limit(disk_gib), None if remote_gib is None else limit(remote_gib))
+    remote = None if remote_gib is None else limit("--remote-tier", remote_gib)
+    return TierSizes(memory_gib * GIB, limit("--disk", disk_gib), remote)
 
 
 def _remote(profile: MachineProfile, gb_per_s: float | None, latency_ms: float) -> Remote:
@@ -235,8 +247,8 @@ def _one_of(flag: str, value: str, names: tuple[str, ...]) -> Any:
     return value
 
 
-def _at_least(flag: str, value: int, least: int) -> int:
-    if value < least:
+def _at_least(flag: str, value: T, least: int) -> T:
+    if not value >= least:
         raise UsageError(f"{flag} is {value}; choose {least} or more")
     return value
 
@@ -254,8 +266,6 @@ def _logs(
     from ragblend.bench.traffic.generate import KINDS, generate
     from ragblend.bench.traffic.reading import entries_read, logs_read
 
-    if (traffic is None) == (not trace):
-        raise UsageError("give either logs of requests or --traffic questions, which is generated")
     if traffic is None:
         return logs_read(trace, tokens, marks, progress)
     kind = KINDS[_one_of("--traffic", traffic, tuple(KINDS))]
@@ -273,8 +283,9 @@ def lines_of(facts: dict[str, Any], runs: list[SimulatedRun]) -> list[str]:
     """What was found, for people."""
     by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
     arriving = "all at once" if runs[0].arriving is None else f"{runs[0].arriving:.3g} per second"
+    traces = facts["traces"]
     lines = [
-        f"{facts['num_requests']} requests of {count_of(facts['traces'], 'file')}, {arriving}; mean "
+        f"{facts['num_requests']} requests of {traces[0] if len(traces) == 1 else count_of(traces, 'file')}, {arriving}; mean "
         f"{facts['prompt_tokens']:.0f} prompt tokens ({by}), {facts['chunk_tokens']:.0f} in chunks, "
         f"{facts['output_tokens']:.0f} answered; {runs[0].router}",
     ]
@@ -287,11 +298,11 @@ def lines_of(facts: dict[str, Any], runs: list[SimulatedRun]) -> list[str]:
     ]
     for run in runs:
         found = ", ".join(f"{tier} {share:.0%}" for tier, share in run.chunk_hits.items())
-        lines.append(
+        line = (
             f"{run.mode:<7}{run.num_replicas:>9}{run.throughput:>10.4g}{run.ttft_s:>9.3g}{run.ttft_p95_s:>9.3g}"
             f"{run.ttft_p99_s:>9.3g}{run.queue_mean_s:>9.3g}{run.busy:>6.0%}{run.prefix_hits:>8.1%}  {found}"
-            + (f"; {run.num_refused} prefilled, which is faster" if run.num_refused else "")
         )
+        lines.append(line.rstrip() + (f"; {run.num_refused} prefilled, which is faster" if run.num_refused else ""))
     if not any(seconds for _, seconds in facts["deployment"]["decode_s"]):
         lines += ["", "decoding takes no time here; say what a step takes: --decode 1:0.012,32:0.02"]
     return lines

@@ -10,7 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import simpy
 
 from ragblend.bench.throughput import arrival_times
-from ragblend.bench.traffic.caches import LruTier
+from ragblend.bench.traffic.caches import TIERS, LruTier
 from ragblend.bench.traffic.demand import Demand
 from ragblend.bench.traffic.deployment import Deployment
 from ragblend.bench.traffic.replica import Job, Replica
@@ -29,7 +29,8 @@ _MIX = 0x9E3779B97F4A7C15  # neighbouring numbers to far ones
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """One mode on some replicas. Seconds; TTFT is from arrival to first token, the queue up to the first step."""
+    """One mode on some replicas. Seconds; TTFT is from arrival to first token, the queue up to the first step, with
+    what is fetched from the remote tier meanwhile."""
 
     mode: str
     router: str
@@ -86,8 +87,6 @@ def run(
     """Every request as it was served, in the order of `demands`, and the replicas."""
     if num_replicas < 1:
         raise UsageError(f"replicas are {num_replicas}; choose 1 or more")
-    if deployment.mode == "blend" and not any(demand.chunks for demand in demands):
-        deployment = replace(deployment, ingested=False)
     env = simpy.Environment()
     remote = None if deployment.sizes.remote is None else LruTier(deployment.sizes.remote)
     link = simpy.Resource(env)
@@ -178,7 +177,7 @@ def summary(
         total_s=float(np.median([job.ended_s - job.arrived_s for job in jobs])),
         busy=sum(replica.busy_s for replica in replicas) / (seconds * len(replicas)) if seconds else 0.0,
         prefix_hits=sum(job.num_prefix for job in jobs) / num_prompt,
-        chunk_hits={tier: count / num_chunk for tier, count in sorted(tokens_from.items())} if num_chunk else {},
+        chunk_hits={name: tokens_from[name] / num_chunk for name in (*TIERS, "missing") if tokens_from[name]},
         num_refused=sum(job.refused for job in jobs),
         num_ingested=sum(replica.num_ingested for replica in replicas),
     )
