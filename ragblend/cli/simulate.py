@@ -284,8 +284,9 @@ def lines_of(facts: dict[str, Any], runs: list[SimulatedRun]) -> list[str]:
     by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
     arriving = "all at once" if runs[0].arriving is None else f"{runs[0].arriving:.3g} per second"
     traces = facts["traces"]
+    source = traces[0] if len(traces) == 1 else count_of(traces, "file")
     lines = [
-        f"{facts['num_requests']} requests of {traces[0] if len(traces) == 1 else count_of(traces, 'file')}, {arriving}; mean "
+        f"{facts['num_requests']} requests of {source}, {arriving}; mean "
         f"{facts['prompt_tokens']:.0f} prompt tokens ({by}), {facts['chunk_tokens']:.0f} in chunks, "
         f"{facts['output_tokens']:.0f} answered; {runs[0].router}",
     ]

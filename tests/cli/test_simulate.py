@@ -19,6 +19,13 @@ PROFILE = MachineProfile(
 )  # fmt: skip
 GENERATED = ("--traffic", "questions", "--sessions", "40", "--profile", "profile.json")
 TABLE = """\
+40 requests of generated questions, 3.34 per second; mean 578 prompt tokens (estimated), 480 in chunks, 60 answered; least-queue
+
+mode    replicas  served/s   TTFT s      p95      p99  queue s  busy  prefix  chunks found
+full           1      3.34   0.0637   0.0703    0.115  0.00401   74%    0.0%
+full           2     3.342   0.0578   0.0652   0.0963  0.00169   47%    0.0%
+blend          1     3.348   0.0523   0.0712    0.089  0.00453   80%    3.3%  memory 28%, disk 2%, missing 71%
+blend          2     3.341   0.0514   0.0857   0.0961  0.00923   50%    3.0%  memory 21%, remote 9%, missing 70%
 """
 
 
