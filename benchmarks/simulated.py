@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulated --out data/results/simulate.json
 
-Two `ragblend serve` with random weights on this machine, a thread and a disk of their own each. Generated RAG traffic,
-its chunks ingested, is sent in real time, round robin, by Poisson's moments. A profile round, of other prompts, on both
-replicas at once, stands before every run, so that a machine that gets slower meanwhile slows both; the simulation has
-the medians of these rounds and nothing else. Read `measure` first.
+Two `ragblend serve` with random weights on this machine, a thread and a disk of their own each. Generated RAG
+traffic, its chunks ingested, is sent in real time, round robin, by Poisson's moments. Between the runs both replicas
+are profiled at once, with other prompts; each run is simulated by the medians of the rounds before and after it alone,
+so that a machine that gets slower or faster is not the model's fault. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ragblend.bench.common.shapes import find_dtype, find_shape
 from ragblend.bench.common.workloads import save_checkpoint
 from ragblend.bench.throughput import Answered, arrival_times, checked, serve
 from ragblend.bench.traffic.demand import Demand, demand_of
-from ragblend.bench.traffic.deployment import Batching, Deployment, SimulatedMode, TierSizes
+from ragblend.bench.traffic.deployment import Batching, Deployment, SimulatedMode
 from ragblend.bench.traffic.generate import Traffic, generate
 from ragblend.bench.traffic.reading import entries_read
 from ragblend.bench.traffic.requests import NO_MARKS
@@ -47,7 +47,7 @@ from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.pipeline import Curve, MachineProfile
 from ragblend.engine.vllm.answer import Delta, VllmRequest, blend_params
 from ragblend.engine.vllm.client import VllmClient
 from ragblend.options import GenerationOptions
@@ -61,6 +61,7 @@ SERVED = ("--dtype", "float32", "--context", "none", "--enforce-eager", "--max-m
 LONGEST, QUESTION = 6, 24  # chunks of the longest profiled prompt, and tokens behind them
 DECODED, DECODED_TOGETHER = 33, 8  # tokens and requests by which decoding is timed
 WITHIN = 0.2
+REPEATS = 2  # of each time in a profile round, on each replica
 
 Tell = Callable[[str], None]
 
@@ -70,7 +71,7 @@ class SimulatedConfig:
     """What is run. `loads`: rates as shares of what the profile says that two replicas can prefill in that mode."""
 
     shape: str = "llama-50m"
-    num_requests: int = 60
+    num_requests: int = 40
     loads: tuple[float, ...] = (0.3, 0.6, 1.5)
     modes: tuple[SimulatedMode, ...] = ("full", "prefix", "blend")
     answer_tokens: int = 8
@@ -111,38 +112,60 @@ class _Balancer:
         yield from self._home[id(request)].deltas(request)
 
 
-class _Rounds:
-    """Times of other prompts on all replicas at once, round after round."""
+@dataclass(slots=True)
+class _Times:
+    """What one profile round took: seconds of prefill by tokens, of blending by ratio, of a step by requests."""
+
+    full_s: dict[int, list[float]] = field(default_factory=dict)
+    blend_s: dict[float, list[float]] = field(default_factory=dict)
+    step_s: dict[int, list[float]] = field(default_factory=dict)
+
+    def __add__(self, other: _Times) -> _Times:
+        return _Times(
+            {key: taken + other.full_s[key] for key, taken in self.full_s.items()},
+            {key: taken + other.blend_s[key] for key, taken in self.blend_s.items()},
+            {key: taken + other.step_s[key] for key, taken in self.step_s.items()},
+        )
+
+    @property
+    def decode_s(self) -> Curve:
+        """Requests in a step, and its seconds."""
+        return tuple((float(count), statistics.median(taken)) for count, taken in sorted(self.step_s.items()))
+
+
+class _Profiler:
+    """Times prompts of its own on all replicas at once."""
 
     def __init__(self, clients: Sequence[VllmClient], config: SimulatedConfig, vocab_size: int) -> None:
         self._clients, self._vocab_size = clients, vocab_size
         self._rule = find_rule("auto", clients[0].facts.num_layers)
-        self._size = config.traffic.chunk_words
-        draw = random.Random(1_000_003)
-        self.chunks = [tuple(draw.randrange(vocab_size) for _ in range(self._size)) for _ in range(LONGEST)]
-        self._draw = draw
-        self.full_s: dict[int, list[float]] = {}
-        self.blend_s: dict[float, list[float]] = {}
-        self.step_s: dict[int, list[float]] = {}
+        self._draw = random.Random(1_000_003)
+        self.chunks = [self._ids(config.traffic.chunk_words) for _ in range(LONGEST)]
 
-    def run(self) -> None:
-        """One round."""
+    def round(self) -> _Times:
+        """Each time `REPEATS` times on each replica."""
+        times = _Times()
         with ThreadPoolExecutor(len(self._clients)) as pool:
-            list(pool.map(self._round, self._clients))
+            list(pool.map(lambda client: self._round(client, times), self._clients))
+        return times
 
-    def _round(self, client: VllmClient) -> None:
-        for count in (0, 1, 3, LONGEST):
-            prompt = self._prompt(self.chunks[:count])
-            self.full_s.setdefault(prompt.num_tokens, []).append(self._ttft_s(client, prompt, "full", 1.0))
-        for ratio in (0.0, self._rule.ratio, 0.5):
-            prompt = self._prompt(self.chunks)
-            self.blend_s.setdefault(ratio, []).append(self._ttft_s(client, prompt, "blend", ratio))
-        for together in (1, DECODED_TOGETHER):
-            self.step_s.setdefault(together, []).append(self._step_s(client, together))
+    def _round(self, client: VllmClient, times: _Times) -> None:
+        for _ in range(REPEATS):
+            for count in (0, 1, 3, LONGEST):
+                prompt = self._prompt(self.chunks[:count])
+                times.full_s.setdefault(prompt.num_tokens, []).append(self._ttft_s(client, prompt, "full", 1.0))
+            for ratio in (0.0, self._rule.ratio, 0.5):
+                prompt = self._prompt(self.chunks)
+                times.blend_s.setdefault(ratio, []).append(self._ttft_s(client, prompt, "blend", ratio))
+            for together in (1, DECODED_TOGETHER):
+                times.step_s.setdefault(together, []).append(self._step_s(client, together))
 
     def _prompt(self, chunks: Sequence[tuple[int, ...]]) -> TokenizedPrompt:
         pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("chunk", chunk) for chunk in chunks]
-        return prompt_of([*pieces, ("suffix", tuple(self._draw.randrange(self._vocab_size) for _ in range(QUESTION)))])
+        return prompt_of([*pieces, ("suffix", self._ids(QUESTION))])
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._draw.randrange(self._vocab_size) for _ in range(count))
 
     def _ttft_s(self, client: VllmClient, prompt: TokenizedPrompt, mode: SimulatedMode, ratio: float) -> float:
         (answer,) = checked(Case(mode, "auto"), serve(client, [request_of(client, prompt, mode, ratio, 1)], [0.0]))
@@ -154,21 +177,35 @@ class _Rounds:
         last = max(serve(client, requests, [0.0] * together), key=lambda each: each.ttft_s)
         return (last.total_s - last.ttft_s) / (DECODED - 1)
 
-    def profile(self, disk_bytes_per_s: float) -> MachineProfile:
-        """The medians."""
-        full_s = {tokens: statistics.median(taken) for tokens, taken in self.full_s.items()}
+    def profile(self, times: _Times, disk_bytes_per_s: float) -> MachineProfile:
+        """The medians, as a profile."""
+        full_s = {tokens: statistics.median(taken) for tokens, taken in times.full_s.items()}
         longest_s = full_s[max(full_s)]
-        shares = {ratio: statistics.median(taken) / longest_s for ratio, taken in self.blend_s.items()}
+        shares = {ratio: statistics.median(taken) / longest_s for ratio, taken in times.blend_s.items()}
         facts = self._clients[0].facts
         return MachineProfile(
             facts.fingerprint, {"engine": "vllm", "ranks": 1}, facts.num_layers, facts.bytes_per_token,
             tuple(full_s.items()), tuple(shares.items()), {"disk": disk_bytes_per_s},
         )  # fmt: skip
 
-    @property
-    def decode_s(self) -> tuple[tuple[float, float], ...]:
-        """Requests in a step, and its seconds."""
-        return tuple((float(count), statistics.median(taken)) for count, taken in sorted(self.step_s.items()))
+
+def trace(config: SimulatedConfig) -> tuple[list[Demand], list[TokenizedPrompt]]:
+    """The traffic as it is simulated, and as it is sent."""
+    tokens, count = _Numbers(find_shape(config.shape).vocab_size), Estimate()
+    traffic = replace(config.traffic, num_sessions=config.num_requests, seed=config.seed)
+    made = generate(traffic, lambda text: len(count.ids(text)))
+    with entries_read("generated", made, tokens, NO_MARKS) as logs:
+        demands = demand_of(logs.spool, tokens, config.answer_tokens)
+        return demands, [replayed(request) for request in logs.spool.in_order()]
+
+
+def deployment_of(profile: MachineProfile, decode_s: Curve, mode: SimulatedMode) -> Deployment:
+    """The replicas, as the simulation has them."""
+    rule = find_rule("auto", profile.num_layers)
+    kind = Kind(rule.ratio, rule.asks_first, profile.bytes_per_s["disk"])
+    return Deployment(
+        profile, mode, kind=kind, decode_s=decode_s, batching=BATCHING, ingested=True, stores_misses=False
+    )
 
 
 def prompt_of(pieces: Iterable[tuple[SegmentKind, Sequence[int]]]) -> TokenizedPrompt:
@@ -226,26 +263,16 @@ class _Bench:
             client = load_engine(str(model), backend=replica.url, on_miss="inline")
             assert isinstance(client, VllmClient)
             self._clients.append(stack.enter_context(client))
-        self.demands, self._prompts = self._trace(shape.vocab_size)
-        self.rounds = _Rounds(self._clients, config, shape.vocab_size)
+        self.demands, self._prompts = trace(config)
+        self.profiler = _Profiler(self._clients, config, shape.vocab_size)
         self.rule = find_rule("auto", shape.num_layers)
         self._ingest()
-        self.rounds.run()  # the first of everything takes longer
-        self.rounds = _Rounds(self._clients, config, shape.vocab_size)
-
-    def _trace(self, vocab_size: int) -> tuple[list[Demand], list[TokenizedPrompt]]:
-        """The traffic as it is simulated, and as it is sent."""
-        config, tokens, count = self.config, _Numbers(vocab_size), Estimate()
-        traffic = asdict(config.traffic) | {"num_sessions": config.num_requests, "seed": config.seed}
-        made = generate(Traffic(**traffic), lambda text: len(count.ids(text)))
-        with entries_read("generated", made, tokens, NO_MARKS) as logs:
-            demands = demand_of(logs.spool, tokens, config.answer_tokens)
-            return demands, [replayed(request) for request in logs.spool.in_order()]
+        self.profiler.round()  # the first of everything takes longer
 
     def _ingest(self) -> None:
         """Every chunk, on every replica."""
         found = {segment.token_ids for prompt in self._prompts for segment in prompt.chunk_segments}
-        chunks = sorted(found) + self.rounds.chunks
+        chunks = sorted(found) + self.profiler.chunks
         self._tell(f"ingesting {len(chunks)} chunks on each")
         with ThreadPoolExecutor(NUM_REPLICAS) as pool:
             list(pool.map(lambda client: [client.precompute_ids(chunk) for chunk in chunks], self._clients))
@@ -286,36 +313,30 @@ def measure(config: SimulatedConfig, tell: Tell) -> dict[str, Any]:
     """Replay in reality, then simulate; the JSON object."""
     with tempfile.TemporaryDirectory(prefix="ragblend-simulated-") as home, ExitStack() as stack:
         bench = _Bench(config, Path(home), stack, tell)
-        bench.rounds.run()
         disk = bench.disk_speed()
-        rates = {mode: _capacity(bench, mode, disk) for mode in config.modes}
-        taken = []
+        rounds = [bench.profiler.round()]
+        rates = {mode: _capacity(bench, mode, rounds[0], disk) for mode in config.modes}
+        runs = []
         for load in config.loads:
             for mode in config.modes:
                 rate = load * rates[mode]
-                bench.rounds.run()
                 arrivals_s = arrival_times(rate, config.num_requests, config.seed)
                 before = bench.seconds()
                 answers = bench.replay(mode, arrivals_s)
                 others = bench.others(before)
-                real = _figures(answers)
-                tell(f"{mode} at {rate:.2f}/s: median TTFT {real['ttft_s']:.3f} s, {real['throughput']:.2f}/s")
-                taken.append((mode, load, rate, arrivals_s, real, others))
-        bench.rounds.run()
-        profile, decode_s = bench.rounds.profile(disk), bench.rounds.decode_s
-        runs = []
-        for mode, load, rate, arrivals_s, real, others in taken:
-            deployment = Deployment(
-                profile, mode, kind=Kind(bench.rule.ratio, bench.rule.asks_first, disk), decode_s=decode_s,
-                batching=BATCHING, sizes=TierSizes(), ingested=True, stores_misses=False,
-            )  # fmt: skip
-            found = simulate(bench.demands, arrivals_s, deployment, NUM_REPLICAS).as_dict()
-            off = {name: found[name] / real[name] - 1 for name in real}
-            runs.append(
-                {"mode": mode, "load": load, "rate": rate, "others": others, "measured": real}
-                | {"simulated": {name: found[name] for name in real}, "off": off}
-                | {"within": all(abs(off[name]) <= WITHIN for name in ("throughput", "ttft_s"))}
-            )
+                rounds.append(bench.profiler.round())
+                times, real = rounds[-2] + rounds[-1], _figures(answers)
+                deployment = deployment_of(bench.profiler.profile(times, disk), times.decode_s, mode)
+                found = simulate(bench.demands, arrivals_s, deployment, NUM_REPLICAS).as_dict()
+                off = {name: found[name] / real[name] - 1 for name in real}
+                runs.append(
+                    {"mode": mode, "load": load, "rate": rate, "others": others, "measured": real}
+                    | {"simulated": {name: found[name] for name in real}, "off": off}
+                    | {"within": all(abs(off[name]) <= WITHIN for name in ("throughput", "ttft_s"))}
+                    | {"profile": {**deployment.profile.as_dict(), "fingerprint": ""}}
+                    | {"decode_s": times.decode_s}
+                )
+                tell(table_line(runs[-1]))
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "benchmarks.simulated",
@@ -324,10 +345,9 @@ def measure(config: SimulatedConfig, tell: Tell) -> dict[str, Any]:
             "rule": bench.rule.name,
             "ratio": bench.rule.ratio,
             "prompt_tokens": statistics.fmean(demand.num_tokens for demand in bench.demands),
-            "num_rounds": len(config.loads) * len(config.modes) + 2,
-            "profile": {**profile.as_dict(), "fingerprint": ""},
-            "spread": {str(tokens): [min(times), max(times)] for tokens, times in sorted(bench.rounds.full_s.items())},
-            "decode_s": decode_s,
+            "prefill_s_by_round": [
+                {str(tokens): taken for tokens, taken in sorted(each.full_s.items())} for each in rounds
+            ],
             "runs": runs,
         }
 
@@ -344,13 +364,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _capacity(bench: _Bench, mode: SimulatedMode, disk: float) -> float:
+def _capacity(bench: _Bench, mode: SimulatedMode, times: _Times, disk: float) -> float:
     """Requests per second that two replicas can serve, by the first round."""
-    deployment = Deployment(
-        bench.rounds.profile(disk), mode, kind=Kind(bench.rule.ratio, bench.rule.asks_first, disk),
-        decode_s=bench.rounds.decode_s, batching=BATCHING, ingested=True, stores_misses=False,
-    )  # fmt: skip
-    return simulate(bench.demands, [0.0] * len(bench.demands), deployment, NUM_REPLICAS).throughput
+    at_once = [0.0] * len(bench.demands)
+    deployment = deployment_of(bench.profiler.profile(times, disk), times.decode_s, mode)
+    return simulate(bench.demands, at_once, deployment, NUM_REPLICAS).throughput
 
 
 def _figures(answers: Sequence[Answered]) -> dict[str, float]:
@@ -364,28 +382,30 @@ def _figures(answers: Sequence[Answered]) -> dict[str, float]:
     }
 
 
-def table(facts: dict[str, Any]) -> list[str]:
-    """What people read."""
+def table_head() -> str:
+    """Of the columns of `table_line`."""
     heads = ("rate", "served/s", "simulated", "TTFT s", "simulated", "p95 s", "simulated")
-    lines = ["mode    " + "".join(f"{head:>11}" for head in heads)]
-    for run in facts["runs"]:
-        real, found = run["measured"], run["simulated"]
-        values = (run["rate"], *(side[name] for name in real for side in (real, found)))
-        verdict = "within" if run["within"] else "NOT within"
-        lines.append(
-            f"{run['mode']:<8}{''.join(f'{value:>11.3f}' for value in values)}  {verdict} {WITHIN:.0%}; others kept "
-            f"{run['others']:.1f} cores busy"
-        )
-    return lines
+    return "mode    " + "".join(f"{head:>11}" for head in heads)
 
 
-def main(requests: int = 60, loads: str = "0.3,0.6,1.5", seed: int = 0, out: Path | None = None) -> None:
+def table_line(run: dict[str, Any]) -> str:
+    """What people read."""
+    real, found = run["measured"], run["simulated"]
+    values = (run["rate"], *(side[name] for name in real for side in (real, found)))
+    verdict = "within" if run["within"] else "NOT within"
+    return (
+        f"{run['mode']:<8}{''.join(f'{value:>11.3f}' for value in values)}  {verdict} {WITHIN:.0%}; others kept "
+        f"{run['others']:.1f} cores busy"
+    )
+
+
+def main(requests: int = 40, loads: str = "0.3,0.6,1.5", seed: int = 0, out: Path | None = None) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`."""
     use_threads(1)
     quiet_libraries()
     config = SimulatedConfig(num_requests=requests, loads=tuple(map(float, loads.split(","))), seed=seed)
     facts = measure(config, lambda line: err.print(line, markup=False))
-    for line in table(facts):
+    for line in (table_head(), *map(table_line, facts["runs"])):
         err.print(line, markup=False)
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")

@@ -286,8 +286,8 @@ def lines_of(facts: dict[str, Any], runs: list[SimulatedRun]) -> list[str]:
     traces = facts["traces"]
     source = traces[0] if len(traces) == 1 else count_of(traces, "file")
     lines = [
-        f"{facts['num_requests']} requests of {source}, {arriving}; mean "
-        f"{facts['prompt_tokens']:.0f} prompt tokens ({by}), {facts['chunk_tokens']:.0f} in chunks, "
+        f"{facts['num_requests']} requests of {source}, {arriving}; "
+        f"{facts['prompt_tokens']:.0f} tokens ({by}), {facts['chunk_tokens']:.0f} in chunks, "
         f"{facts['output_tokens']:.0f} answered; {runs[0].router}",
     ]
     if facts["num_broken"]:

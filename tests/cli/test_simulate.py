@@ -19,7 +19,7 @@ PROFILE = MachineProfile(
 )  # fmt: skip
 GENERATED = ("--traffic", "questions", "--sessions", "40", "--profile", "profile.json")
 TABLE = """\
-40 requests of generated questions, 3.34 per second; mean 578 prompt tokens (estimated), 480 in chunks, 60 answered; least-queue
+40 requests of generated questions, 3.34 per second; 578 tokens (estimated), 480 in chunks, 60 answered; least-queue
 
 mode    replicas  served/s   TTFT s      p95      p99  queue s  busy  prefix  chunks found
 full           1      3.34   0.0637   0.0703    0.115  0.00401   74%    0.0%

@@ -1,10 +1,11 @@
 """What a trace asks of replicas: per request its moment, its tokens, its blocks, its chunks and its conversation.
 
-Tokens are gone once this is read; blocks and chunks are hashes. Read `demand_of`.
+Tokens are gone once this is read; blocks, half a byte per token, and chunks are hashes. Read `demand_of`.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Demand:
     time_s: float  # since 1970; -inf where the log has no time
     num_tokens: int
     num_output: int
-    blocks: tuple[int, ...] = ()
+    blocks: Sequence[int] = ()
     chunks: tuple[DemandedChunk, ...] = ()
     session: int = 0  # number of the request that began its conversation
 
@@ -63,7 +64,7 @@ def demand_of(spool: Spool, tokens: Tokens, output_tokens: int) -> list[Demand]:
     for number, request in enumerate(spool.in_order()):
         seed = namespace_seed(request.namespace)
         answer = answered(tokens, request.answer)
-        blocks = tuple(block_keys(np.concatenate((request.ids, answer)), seed).tolist())
+        blocks = array("Q", block_keys(np.concatenate((request.ids, answer)), seed).tobytes())
         count = len(request.ids)
         demands.append(
             Demand(

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ class Job:
     refused: bool = False  # because full prefill is faster
     left: int = 0  # tokens that are still to be computed
     token_s: float | None = None  # of each of them; None: by the profile's curve
-    blocks: tuple[int, ...] = ()  # in the prefix cache
+    blocks: Sequence[int] = ()  # in the prefix cache
     missing: tuple[DemandedChunk, ...] = ()
 
     @property
@@ -198,7 +198,7 @@ class Replica:
             self._look_up(job)
         # As the connector does it: who is blended neither finds anything in the prefix cache nor leaves anything.
         hidden = mode == "full" or job.decision is not None or job.stores is not None
-        keys = () if hidden else demand.blocks[: demand.num_prompt_blocks]
+        keys: Sequence[int] = () if hidden else demand.blocks[: demand.num_prompt_blocks]
         known = min(self._blocks.num_known(keys), (demand.num_tokens - 1) // BLOCK)
         if not self._blocks.enter(keys, job.num_blocks):
             return False
