@@ -26,7 +26,7 @@ from typing import Any
 import typer
 
 from benchmarks.soak.clients import LEAVES, STREAMS, Client, Turnstile
-from benchmarks.soak.deployment import Redis, Replica, write_keys
+from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, write_keys
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
@@ -93,8 +93,9 @@ class Soak:
         self._redis = redis = Redis(home)
         stack.callback(redis.kill)
         redis.start()
+        flags, memory = flags_of(redis.url, home / "keys.json"), str(MEMORY_GIB)
         self._replicas = [
-            Replica(f"replica-{number}", home / f"replica-{number}", redis.url, home / "keys.json", config.threads)
+            Replica(f"replica-{number}", home / f"replica-{number}", config.threads, flags, RAGBLEND_MEMORY_GIB=memory)
             for number in range(2)
         ]
         for replica in self._replicas:  # both at once: importing vLLM takes long

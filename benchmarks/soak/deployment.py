@@ -37,6 +37,12 @@ OF_READING = {"finished_length": 1, "generation_tokens_total": 2}
 """What that adds to the counters."""
 
 
+def flags_of(remote: str, keys: Path) -> list[str]:
+    """What the soak's replicas are served with."""
+    paged = ["--kv-cache-memory-bytes", str(PAGED_KV_BYTES)]
+    return ["--keys", str(keys), "--remote", remote, *ON_CPU, *paged]
+
+
 def key_of(tenant: str) -> str:
     """The API key that is bound to the namespace `tenant`."""
     return f"soak-key-of-{tenant}"
@@ -133,23 +139,24 @@ class Served:
 
 
 class Replica(Served):
-    """One `ragblend serve` with a store of its own, and all the processes it starts."""
+    """One `ragblend serve` with a store of its own, and all the processes it starts. `flags` are those of `serve`."""
 
-    def __init__(self, name: str, home: Path, remote: str, keys: Path, threads: int) -> None:
+    def __init__(
+        self, name: str, home: Path, threads: int, flags: Sequence[str], model: str = "demo", **environment: str
+    ) -> None:
         self.home, self.port = home, free_port()
         super().__init__(name, f"http://127.0.0.1:{self.port}")
         home.mkdir()
         self.store = home / "kv"
         self._process: subprocess.Popen[bytes] | None = None
-        self._command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(self.store)]
-        self._command += ["--keys", str(keys), "--remote", remote, "--port", str(self.port), *ON_CPU]
-        self._command += ["--kv-cache-memory-bytes", str(PAGED_KV_BYTES)]
+        self._command = [sys.executable, "-m", "ragblend", "serve", model, "--store", str(self.store)]
+        self._command += ["--port", str(self.port), *flags]
         left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
         self._environment = {name: value for name, value in os.environ.items() if name not in left_out} | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
-            "RAGBLEND_MEMORY_GIB": str(MEMORY_GIB),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+            **environment,
         }
 
     def start(self) -> None:
@@ -193,6 +200,11 @@ class Replica(Served):
             self.kill()
         self._process = None
 
+    def pids(self) -> list[int]:
+        """Its processes; none where it does not run."""
+        process = self._process
+        return [] if process is None or process.poll() is not None else _session_of(process.pid)
+
     def tracebacks(self) -> list[str]:
         """Errors with a traceback in the log, each by its last line."""
         found, inside = [], False
@@ -207,12 +219,9 @@ class Replica(Served):
 
     def rss_bytes(self) -> dict[str, int]:
         """Resident memory, by process."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            return {}
-        found: dict[str, int] = {}
-        for pid in _session_of(process.pid):
-            role = "api" if pid == process.pid else _command_of(pid)
+        process, found = self._process, {}
+        for pid in self.pids():
+            role = "api" if process is not None and pid == process.pid else _command_of(pid)
             if role.startswith("VLLM") or role == "api":
                 rss = _rss_bytes(pid)
                 if rss is not None:

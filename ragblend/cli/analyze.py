@@ -15,6 +15,7 @@ from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.bench.traffic.analysis import Analysis, Plan
+    from ragblend.bench.traffic.requests import Marks
     from ragblend.bench.traffic.tokens import Tokens
     from ragblend.engine.tuning.pipeline import MachineProfile
 
@@ -63,8 +64,8 @@ def analyze(
     from ragblend.bench.traffic.verdict import hint, verdict
 
     named = model or (settings.model if settings.model != Settings().model else None)
-    tokens = _tokens(named, settings, show_texts)
-    measured = _profile(profile, named, settings)
+    tokens = tokens_of(named, settings, show_texts)
+    measured = profile_of(profile, named, settings)
     plan = _plan(settings, named, kv_bytes_per_token, separator, rule, ratio, measured)
     with progress_bars() as progress:
         found = run(trace, tokens, replace(plan, show_texts=show_texts), progress)
@@ -77,7 +78,8 @@ def analyze(
     print_result(facts, "\n".join([*lines_of(found), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
 
 
-def _tokens(named: str | None, settings: Settings, show_texts: bool) -> Tokens:
+def tokens_of(named: str | None, settings: Settings, show_texts: bool = False) -> Tokens:
+    """Those of the model of that name; estimated without one."""
     from ragblend.bench.traffic.tokens import Estimate, ModelTokens
 
     if named is None:
@@ -89,7 +91,8 @@ def _tokens(named: str | None, settings: Settings, show_texts: bool) -> Tokens:
     return ModelTokens(tokenizer, Path(named).name)
 
 
-def _profile(path: Path | None, named: str | None, settings: Settings) -> MachineProfile | None:
+def profile_of(path: Path | None, named: str | None, settings: Settings) -> MachineProfile | None:
+    """The machine profile in a file, or else in the store; None where there is none."""
     from ragblend.bench.traffic.models import profile_in_store, read_profile
 
     if path is not None:
@@ -109,28 +112,35 @@ def _plan(
     """What is counted with; a model's own numbers where none are given."""
     from ragblend.bench.traffic.analysis import Plan
     from ragblend.bench.traffic.models import kv_bytes_of
-    from ragblend.bench.traffic.requests import Marks
     from ragblend.bench.traffic.saving import Kind
-    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.frameworks.boundaries import check_separator
 
-    if separator is not None:
-        check_separator(separator)
+    marks = marks_of(separator, settings)
     if kv_bytes is None:
         kv_bytes = measured.bytes_per_token if measured else kv_bytes_of(named, settings) if named else None
     known = find_rule(rule) if measured is None else find_rule(rule, measured.num_layers)
     least = known.ratio if ratio is None else ratio
     if least > 1:
         raise UsageError(f"ratio is {least}; choose 0 to 1")
-    texts = Path(settings.store) / REGISTRY_FILE
     speed = measured.bytes_per_s.get(TIER) if measured else None
     return Plan(
-        Marks(separator, ChunkRegistry(texts) if texts.is_file() else None),
+        marks,
         Kind(least, known.asks_first, speed),
         measured,
         kv_bytes,
     )
+
+
+def marks_of(separator: str | None, settings: Settings) -> Marks:
+    """What tells chunks in plain texts: the separator, and the texts that the store has ingested."""
+    from ragblend.bench.traffic.requests import Marks
+    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+    from ragblend.frameworks.boundaries import check_separator
+
+    if separator is not None:
+        check_separator(separator)
+    texts = Path(settings.store) / REGISTRY_FILE
+    return Marks(separator, ChunkRegistry(texts) if texts.is_file() else None)
 
 
 # -- printing

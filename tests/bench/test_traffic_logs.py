@@ -250,10 +250,10 @@ JSON_VALUES = recursive(
 
 @given(JSON_VALUES)
 def test_no_json_value_is_more_than_a_broken_line(value: Any) -> None:
-    from ragblend.bench.traffic.analysis import _spooled
+    from ragblend.bench.traffic.reading import _added
     from ragblend.bench.traffic.spool import Spool
     from ragblend.bench.traffic.tokens import Estimate
 
     with Spool(Estimate()) as spool:
-        _spooled(spool, "here", json.loads(json.dumps(value)), Marks(), Broken())
+        _added(spool, "here", json.loads(json.dumps(value)), Marks(), Broken())
         list(spool.in_order())

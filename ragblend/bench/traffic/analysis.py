@@ -7,7 +7,7 @@ Two passes: the logs into a `Spool`, then its requests in the order of their tim
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +24,14 @@ from ragblend.bench.traffic.curve import (
     uses_of,
     zipf_slope,
 )
-from ragblend.bench.traffic.hashes import PrefixCache
-from ragblend.bench.traffic.logs import Broken, files_of, values_in
+from ragblend.bench.traffic.hashes import PrefixCache, namespace_seed
+from ragblend.bench.traffic.logs import Broken
 from ragblend.bench.traffic.passages import Passages
-from ragblend.bench.traffic.requests import NO_MARKS, Marks, header, requests_in
+from ragblend.bench.traffic.reading import LogsRead, Tell, answered, logs_read
+from ragblend.bench.traffic.requests import NO_MARKS, Marks
 from ragblend.bench.traffic.saving import BY_THE_PAPER, Kind, Saving, Shape, saving_in_seconds, saving_in_tokens
-from ragblend.bench.traffic.spool import Spool
 from ragblend.bench.traffic.tokens import Ids, Tokens
 from ragblend.engine.tuning.pipeline import MachineProfile
-from ragblend.errors import EmptyCorpusError
-
-Tell = Callable[[str, int, int | None], None]
 
 TOP = 10  # chunks that are named
 SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts
@@ -145,32 +142,8 @@ class Analysis:
 def analyze(paths: Sequence[str | Path], tokens: Tokens, plan: Plan = Plan(), tell: Tell | None = None) -> Analysis:
     """Read logs and say what blending would do for them. Raises EmptyCorpusError where there is no request in them."""
     tell = tell or (lambda stage, done, total: None)
-    broken, other = Broken(), 0
-    files = files_of(paths)
-    with Spool(tokens) as spool:
-        for path in files:
-            for place, value in values_in(path, broken):
-                other += not _spooled(spool, place, value, plan.marks, broken)
-                tell("read", len(spool), None)
-        if not len(spool):
-            raise EmptyCorpusError(
-                f"no request in {', '.join(map(str, files[:3]))}: {broken.count} lines broken, {other} values of "
-                "another kind. docs/analyze.md says which logs are read"
-            )
-        return _Trace(tokens).follow(spool, [str(path) for path in files], broken, other, plan, tell)
-
-
-def _spooled(spool: Spool, place: str, value: Any, marks: Marks, broken: Broken) -> bool:
-    """Whether a logged value had a request with text; it is in the spool, then."""
-    added = False
-    try:
-        for request in requests_in(value, marks):
-            added |= spool.add(request)
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
-        # A log's fields may hold anything; what no reader expects is a broken line, not the end.
-        broken.add(place, f"its fields are of another kind ({type(error).__name__})")
-        return True
-    return added
+    with logs_read(paths, tokens, plan.marks, tell) as logs:
+        return _Trace(tokens).follow(logs, plan, tell)
 
 
 class _Trace:
@@ -182,14 +155,12 @@ class _Trace:
         self._shapes = array("i"), array("i"), array("i")
         self._num_marked = 0
 
-    def follow(
-        self, spool: Spool, traces: Sequence[str], broken: Broken, num_other: int, plan: Plan, tell: Tell
-    ) -> Analysis:
+    def follow(self, logs: LogsRead, plan: Plan, tell: Tell) -> Analysis:
         """Every request, then the sums."""
-        behind = self._tokens.ids("\n")  # what ends a turn, as in the prompt that goes on from it
+        spool = logs.spool
         for index, request in enumerate(spool.in_order()):
-            seed = xxhash.xxh3_64_intdigest(request.namespace.encode("utf-8", "replace")) if request.namespace else 0
-            self._see(index, request.ids, request.chunks, self._answered(request.answer, behind), seed)
+            seed, answer = namespace_seed(request.namespace), answered(self._tokens, request.answer)
+            self._see(index, request.ids, request.chunks, answer, seed)
             tell("analyse", index + 1, len(spool))
         uses = uses_of(self._passages)
         tokens, prefix, elsewhere = (int(np.frombuffer(each, np.int32).sum()) for each in self._shapes)
@@ -197,7 +168,7 @@ class _Trace:
         curve, curve_share = _curve(uses, tokens, elsewhere)
         passages = merged(uses, self._passages.starts)
         return Analysis(
-            traces=tuple(traces),
+            traces=logs.traces,
             num_requests=len(spool),
             num_tokens=tokens,
             num_prefix=prefix,
@@ -208,8 +179,8 @@ class _Trace:
             is_estimate=self._tokens.is_estimate,
             order=orders.get(spool.num_timed, "time where there is one"),
             num_media=spool.num_media,
-            num_other=num_other,
-            broken=broken,
+            num_other=logs.num_other,
+            broken=logs.broken,
             num_chunks=len(passages),
             top=self._top(passages, plan.show_texts),
             zipf=zipf_slope(np.array([count for _, _, count in passages], np.int64)),
@@ -226,10 +197,6 @@ class _Trace:
         for values, value in zip(self._shapes, (len(ids), prefix, elsewhere), strict=True):
             values.append(value)
         self._num_marked += sum(end - start for start, end in chunks)
-
-    def _answered(self, answer: Ids, behind: Ids) -> Ids:
-        """An answer as the next prompt of its conversation has it: a turn of the assistant."""
-        return np.concatenate((self._tokens.ids(header("assistant")), answer, behind)) if len(answer) else answer
 
     def _saving(self, plan: Plan) -> Saving:
         shapes = map(Shape, *self._shapes)

@@ -78,7 +78,7 @@ class PrefixCache:
 
         The last token is never taken from the cache, as in vLLM: it has to be computed to go on from.
         """
-        keys = self._chain(np.concatenate((ids, answer)) if len(answer) else ids, seed)
+        keys = block_keys(np.concatenate((ids, answer)) if len(answer) else ids, seed)
         known = self._now.get(keys)
         unknown = known < 0
         if unknown.any():
@@ -96,12 +96,17 @@ class PrefixCache:
         """Bytes that are kept."""
         return self._now.nbytes + self._before.nbytes
 
-    @staticmethod
-    def _chain(ids: Ids, seed: int) -> Hashes:
-        """A hash per whole block, of it and all before it."""
-        data, size = ids.tobytes(), BLOCK * ids.itemsize
-        keys = np.empty(len(ids) // BLOCK, np.uint64)
-        for index in range(len(keys)):
-            seed = xxhash.xxh3_64_intdigest(data[index * size : (index + 1) * size], seed)
-            keys[index] = seed
-        return keys
+
+def block_keys(ids: Ids, seed: int) -> Hashes:
+    """A hash per whole block, of it and all before it. `seed`: of the namespace; one never finds another's."""
+    data, size = ids.tobytes(), BLOCK * ids.itemsize
+    keys = np.empty(len(ids) // BLOCK, np.uint64)
+    for index in range(len(keys)):
+        seed = xxhash.xxh3_64_intdigest(data[index * size : (index + 1) * size], seed)
+        keys[index] = seed
+    return keys
+
+
+def namespace_seed(namespace: str) -> int:
+    """What hashes of a namespace's tokens begin with."""
+    return xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "replace")) if namespace else 0
