@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,17 +85,22 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def open_workers(
-    settings: Settings, count: int | None, ray: str | None, gpus: float
-) -> AbstractContextManager[RayWorkers | None]:
+@contextmanager
+def open_workers(settings: Settings, count: int | None, ray: str | None, gpus: float) -> Iterator[RayWorkers | None]:
     """Workers on Ray where a number of them, or a cluster, is named; else none."""
     if count is None and ray is None:
-        return nullcontext()
+        yield None
+        return
     from ragblend.ingestion.ray_workers import RayWorkers
 
     counted = {} if count is None else {"count": count}
     options = _engine_options(settings)
-    return RayWorkers(settings.model, settings.store, address=ray, num_gpus=gpus, **counted, **options)
+    # Ray tells of workers that died on stdout, which is for the report.
+    with (
+        redirect_stdout(sys.stderr),
+        RayWorkers(settings.model, settings.store, address=ray, num_gpus=gpus, **counted, **options) as workers,
+    ):
+        yield workers
 
 
 def open_index_of(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:

@@ -162,7 +162,13 @@ def test_a_driver_that_is_killed_goes_on_with_the_same_command(corpus, alone, tm
         time.sleep(0.1)
     seen = entries(tmp_path)
     assert len(seen) < len(list(DiskStore(alone("none") / "kv").keys()))
-    subprocess.run(command, check=True, capture_output=True)
+    second = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    while not (at_work := set(workers_of_ray(b".prefill")) - before):
+        assert second.poll() is None
+        time.sleep(0.01)
+    os.kill(at_work.pop(), signal.SIGKILL)
+    told = json.loads(second.communicate()[0])  # and nothing else: Ray tells of the death elsewhere
+    assert (second.returncode, told["num_new_kv"] + told["num_known_kv"]) == (0, told["num_chunks"])
     assert_same(tmp_path, alone("none"))
     stored = entries(tmp_path)
     assert {name: stored[name] for name in seen} == seen
@@ -182,14 +188,14 @@ def test_what_goes_wrong_in_a_worker_is_said_here(corpus, cluster, tmp_path):
         run(corpus, engine, tmp_path)  # the index that was left goes on
 
 
-def workers_of_ray() -> list[int]:
-    """Processes of Ray's that run our class."""
+def workers_of_ray(at: bytes = b"") -> list[int]:
+    """Processes of Ray's that run our class, and what they are at."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if command.startswith(b"ray::_Worker"):
+        if command.startswith(b"ray::_Worker" + at):
             found.append(int(folder.name))
     return sorted(found)
