@@ -40,7 +40,9 @@ class Choice:
     @property
     def shown(self) -> str:
         """For people."""
-        return redacted(self.remembered) if self.kind == "postgresql" else self.remembered
+        if self.kind != "postgresql":
+            return self.remembered
+        return redacted(self.remembered) + (f"?{urlencode(self.options)}" if self.options else "")
 
     def __repr__(self) -> str:
         """Without a password."""
