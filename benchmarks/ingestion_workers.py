@@ -191,7 +191,9 @@ def digests(store: Path) -> Iterator[tuple[str, str]]:
 def sample(driver: int, samples: list[tuple[float, float]], ended: Event) -> None:
     """Resident MiB of the driver and of the largest worker, every half second."""
     while not ended.wait(SAMPLE_S):
-        samples.append((rss_mib(driver), max(map(rss_mib, workers_of_ray()), default=0.0)))
+        now = rss_mib(driver), max(map(rss_mib, workers_of_ray()), default=0.0)
+        if now[0]:  # it may just have ended
+            samples.append(now)
 
 
 def rss_mib(pid: int) -> float:
