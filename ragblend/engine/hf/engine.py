@@ -169,7 +169,7 @@ class TransformersEngine(BlendingEngine):
     def _grouped(self, prompts: Sequence[SegmentedPrompt]) -> Sequence[int]:
         """The order in which prompts are to be answered, by place."""
         memory = next((tier for tier in tiers_of(self.store) if isinstance(tier, MemoryStore)), None)
-        if memory is None or len(tiers_of(self.store)) == 1:
+        if memory is None or len(tiers_of(self.store)) == 1 or len(prompts) < 3:
             return range(len(prompts))
         nbytes: dict[str, int] = {}
         keys = [self.keys_ahead(prompt.chunks) for prompt in prompts]
