@@ -22,6 +22,7 @@ from ragblend.corpus.documents import MAX_FILE_MIB
 from ragblend.corpus.folders import ReadFailure, file_of, named, shown, walk
 from ragblend.corpus.texts import folders_of, registry_of
 from ragblend.engine.api import Engine
+from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import Pins, disk_tier, format_bytes, kv_dtype_of
 from ragblend.errors import (
@@ -211,7 +212,8 @@ def precompute_chunks(
         with closing(registry_of(engine.store)) as registry:
             registry.add(text for text, *_ in distinct)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
-    missing = [chunk for chunk, key in keys.items() if not engine.store.contains(key)]
+    stored = contains_many(engine.store, list(keys.values()))
+    missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = disk_tier(engine.store), set(missing)
     known = [chunk for chunk in distinct.values() if chunk not in absent]
@@ -234,9 +236,9 @@ def precompute_chunks(
             num_chunks = len(missing) + len(renewed)
             say(f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of KV to come, {room}")
     tell("prefill", 0, len(missing) + len(renewed))
-    stored = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
+    prefilled = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
     try:
-        for done, nbytes in enumerate(stored, start=1):
+        for done, nbytes in enumerate(prefilled, start=1):
             report.new_kv_bytes += nbytes
             report.num_new_kv += done <= len(missing)
             tell("prefill", done, len(missing) + len(renewed))

@@ -8,12 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tier_support import make_kv
+from tier_support import DictValues, make_kv
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.tiered import MemoryStore, disk_tier
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier
 from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import versions
@@ -341,3 +342,14 @@ def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
         assert check_room(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
+
+
+def test_what_is_stored_far_away_is_asked_for_in_few_round_trips():
+    values, chunks = DictValues(), [Chunk(f"Fact {number} is about number {number}.") for number in range(30)]
+    with load_engine("demo", TieredStore(MemoryStore(1 << 30), RemoteStore(values))) as engine:
+        assert precompute_chunks(chunks, engine).num_new_kv == 30
+    values.calls.clear()
+    with load_engine("demo", TieredStore(MemoryStore(1 << 30), RemoteStore(values))) as engine:
+        report = precompute_chunks(chunks, engine)
+    assert (report.num_new_kv, report.num_known_kv) == (0, 30)
+    assert (values.calls.count("contains_many"), values.calls.count("contains")) == (1, 0)

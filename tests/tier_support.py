@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -60,6 +60,10 @@ class DictValues:
     def contains(self, name: str) -> bool:
         self._ask("contains")
         return name in self.data
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        self._ask("contains_many")
+        return [name in self.data for name in names]
 
     def delete(self, name: str) -> bool:
         self._ask("delete")

@@ -6,9 +6,10 @@ Implementations of KVStore: `memory`, `disk`, `remote.tier`, `tiered` over them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragblend.engine.store.kv import ChunkKV
 
@@ -53,6 +54,22 @@ class KVStore(Protocol):
     def nbytes(self) -> int: ...
 
 
+@runtime_checkable
+class AnswersMany(Protocol):
+    """A store that is asked for many entries in less than a round trip each."""
+
+    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]: ...  # until_s: monotonic
+
+
+def contains_many(store: KVStore, keys: Sequence[str]) -> list[bool]:
+    """Whether `store` has each of `keys`."""
+    return store.contains_many(keys) if isinstance(store, AnswersMany) else [store.contains(key) for key in keys]
+
+
+ASK_MANY = 200
+"""Names that another machine is asked for at a time."""
+
+
 class ByteStore(Protocol):
     """Named values somewhere else: what a remote tier needs of Redis or of an object store. Safe between threads.
 
@@ -68,6 +85,7 @@ class ByteStore(Protocol):
     def get(self, name: str) -> bytes | None: ...
     def put(self, name: str, data: bytes) -> None: ...
     def contains(self, name: str) -> bool: ...
+    def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most ASK_MANY, in about one round trip
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
     def clean(self) -> int: ...  # remove what killed writers left behind; how many

@@ -6,6 +6,7 @@ Works on any KVStore. Knows nothing about files, servers, models or prompts.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,7 @@ class FetchesAhead(Protocol):
     @property
     def url(self) -> str: ...  # of the place, without its password
     def fetch_ahead(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]: ...
+    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]: ...
     def read_back_from(self, tiers: Sequence[KVStore]) -> None: ...
     def delete(self, key: str) -> bool: ...
 
@@ -382,8 +384,16 @@ class TieredStore:
 
     def contains_each(self, keys: Sequence[str]) -> list[bool]:
         """Whether any tier has the entries; the far ones are asked within one time limit for all of them."""
-        until_s = self._far_until_s()
-        return [self._is_near(key) or (monotonic() < until_s and self.contains(key)) for key in keys]
+        return self.contains_many(keys, self._far_until_s())
+
+    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
+        """Whether any tier has the entries. Far ones are asked for what no near one has, for many in a round trip, and
+        for none after `until_s` on the monotonic clock."""
+        there = {key for key in dict.fromkeys(keys) if self._is_near(key)}
+        for tier in self.far_tiers:
+            left = [key for key in dict.fromkeys(keys) if key not in there]
+            there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
+        return [key in there for key in keys]
 
     def keys(self) -> Iterator[str]:
         """Every key that some tier has, once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -21,7 +22,7 @@ from weakref import WeakSet
 import httpx
 
 from ragblend.engine.fusion.lookup import ALONE, Behind
-from ragblend.engine.store.base import StoreCounters
+from ragblend.engine.store.base import ASK_MANY, StoreCounters
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.answer import Delta, Facts, VllmBase, VllmRequest, sampling
 from ragblend.engine.vllm.params import report_from, vllm_structure
@@ -278,6 +279,15 @@ class ServerStore:
         stored = self._ask("stored", key).get("stored")
         return bool(stored and stored[0])
 
+    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
+        """Whether the server's store has each; it asks its far tiers within its own time limit."""
+        found: list[bool] = []
+        for start in range(0, len(keys), ASK_MANY):
+            batch = list(keys[start : start + ASK_MANY])
+            told = [bool(each) for each in self._ask("stored", *batch).get("stored") or ()]
+            found += [*told, *([False] * len(batch))][: len(batch)]
+        return found
+
     def delete(self, key: str) -> bool:
         """Remove `key` from the server's store; whether it was there."""
         return bool(self._ask("forget", key).get("num_removed"))
@@ -295,8 +305,8 @@ class ServerStore:
             )
         self._policy = policy
 
-    def _ask(self, route: str, key: str) -> dict[str, Any]:
-        return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": [key]}) if self._blends else {}
+    def _ask(self, route: str, *keys: str) -> dict[str, Any]:
+        return self._connection.json("POST", f"/v1/ragblend/{route}", {"keys": keys}) if self._blends else {}
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Never: KV stays on the server."""

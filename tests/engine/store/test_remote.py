@@ -120,6 +120,22 @@ def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -
     assert (other.counters.num_hits, other.counters.num_misses, other.counters.num_failures) == (3, 1, 0)
 
 
+def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ASK_MANY", 7)
+    store, kvs = place(), [make_kv(seed) for seed in range(12)]
+    for kv in kvs:
+        store.put(kv)
+    assert store.flush(30)
+    keys = [kv.header.key for kv in kvs]
+    asked = [*keys, *(f"{number:032x}" for number in range(10)), keys[0]]
+    store.put(waiting := make_kv(99))  # on its way there, perhaps
+    other = place()
+    assert other.contains_many(asked) == [other.contains(key) for key in asked] == [*[True] * 12, *[False] * 10, True]
+    assert store.contains_many([waiting.header.key]) == [True]
+    assert other.contains_many([]) == []
+    assert other.contains_many(keys, until_s=time.monotonic() - 1) == [False] * 12
+
+
 def test_deleted_entries_are_gone_for_everybody(place: Callable[[], RemoteStore]) -> None:
     store, kv = place(), make_kv()
     store.put(kv)
@@ -195,6 +211,27 @@ def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back() -> No
 
     wait_until(is_back)
     assert values.calls.count("ping") >= 1
+
+
+def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down() -> None:
+    values = DictValues()
+    store = RemoteStore(values, breaker=quick_breaker(threshold=1))
+    keys = [f"{number:032x}" for number in range(1000)]
+    values.data = dict.fromkeys(keys[::3], b"")
+    assert store.contains_many(keys) == [number % 3 == 0 for number in range(1000)]
+    assert values.calls == ["contains_many"] * 5
+    values.is_down = True
+    assert store.contains_many(keys) == [False] * 1000
+    assert values.calls.count("contains_many") == 6
+    assert store.counters.num_failures == 1
+
+
+def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server: RedisServer) -> None:
+    values = RedisValues(redis_server.url.replace("/0", "/5"), 5.0)
+    values.put("there", b"bytes")
+    values._writer.lpush(PREFIX + "list", b"not ours")
+    assert values.contains_many(["there", "list", "nowhere"]) == [True, False, False]
+    values.close()
 
 
 def test_the_probe_is_sent_in_the_background() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ NOTES = "notes"  # a folder of its own, so that listing them lists no chunk
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
 _PART_BYTES = 1 << 20
+_NUM_ASKED = 32  # objects that are asked for side by side
 
 
 class ObjectValues:
@@ -90,6 +91,26 @@ class ObjectValues:
         except FileNotFoundError:
             return False
         return True
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """Whether there is an object for each, asked for side by side."""
+        if not self._fs.async_impl:
+            return [self.contains(name) for name in names]
+        found: list[bool] = self._within(self._timeout_s, self._all_there([self._path(name) for name in names]))
+        return found
+
+    async def _all_there(self, paths: Sequence[str]) -> list[bool]:
+        gate = asyncio.Semaphore(_NUM_ASKED)
+
+        async def is_there(path: str) -> bool:
+            async with gate:
+                try:
+                    await self._fs._info(path)
+                except FileNotFoundError:
+                    return False
+                return True
+
+        return list(await asyncio.gather(*map(is_there, paths)))
 
     def delete(self, name: str) -> bool:
         """Remove the object; whether there was one."""

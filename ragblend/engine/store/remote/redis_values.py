@@ -7,7 +7,7 @@ call ends at its time limit however the bytes come, and a size is checked when i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -98,6 +98,22 @@ class RedisValues:
                     raise
                 return False
 
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """Whether there is a value for each, in one round trip."""
+        return [bool(length) for length in self._lengths([f"{PREFIX}{name}".encode() for name in names])]
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Bytes of the values, 0 where there is none; None for other types than strings."""
+        with self._call(self._timeout_s):
+            pipeline = self._reader.pipeline(transaction=False)
+            for key in keys:
+                pipeline.strlen(key)
+            found = pipeline.execute(raise_on_error=False)
+            problem = next((each for each in found if isinstance(each, Exception) and not _is_wrong_type(each)), None)
+            if problem is not None:
+                raise problem
+        return [None if isinstance(each, Exception) else int(each) for each in found]
+
     def delete(self, name: str) -> bool:
         """Remove the value; whether there was one."""
         with self._call(self._timeout_s):
@@ -113,20 +129,9 @@ class RedisValues:
                 cursor, names = cast(
                     "tuple[int, list[bytes]]", self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH)
                 )
-            with self._call(self._timeout_s):
-                pipeline = self._reader.pipeline(transaction=False)
-                for name in names:
-                    pipeline.strlen(name)
-                sizes = pipeline.execute(raise_on_error=False)
-                problem = next(
-                    (each for each in sizes if isinstance(each, Exception) and not _is_wrong_type(each)), None
-                )
-                if problem is not None:
-                    raise problem
-            for name, size in zip(names, sizes, strict=True):
-                if isinstance(size, Exception):
-                    continue
-                yield name.decode("utf-8", "replace").removeprefix(PREFIX), int(size)
+            for name, size in zip(names, self._lengths(names), strict=True):
+                if size is not None:
+                    yield name.decode("utf-8", "replace").removeprefix(PREFIX), size
             if cursor == 0:
                 return
             if cursor in seen or len(seen) > _SPARE_ROUNDS + num_keys or monotonic() > until_s:

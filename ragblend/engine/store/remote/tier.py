@@ -12,6 +12,7 @@ Knows ChunkKV and a ByteStore. Knows nothing about servers, other tiers, models 
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import threading
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from importlib.util import find_spec
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
-from ragblend.engine.store.base import ByteStore, KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.base import ASK_MANY, ByteStore, KVStore, StoreCounters, VerifyResult
 from ragblend.engine.store.chunk_file import Demands, UnreadableError, UnsignedError, decode_chunk, encode_chunk
 from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, in_memory
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
@@ -281,6 +282,25 @@ class RemoteStore:
             return False
         self.breaker.succeeded()
         return found
+
+    def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
+        """`contains` of each, many in a round trip; after `until_s`, and once it does not answer, those left are not.
+
+        until_s: on the monotonic clock.
+        """
+        there = {key for key in keys if self._queue.peek(key) is not None}
+        left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
+        for start in range(0, len(left), ASK_MANY):
+            batch = left[start : start + ASK_MANY]
+            if monotonic() >= until_s or not self._is_open_for_asking():
+                break
+            try:
+                there.update(key for key, found in zip(batch, self.values.contains_many(batch), strict=True) if found)
+            except RagblendError as error:
+                self._failed(str(error))
+                break
+            self.breaker.succeeded()
+        return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
         """Remove an entry; whether there was one. Raises BackendUnreachableError when that cannot be known."""
