@@ -168,9 +168,10 @@ def test_a_driver_that_is_killed_goes_on_with_the_same_command(corpus, alone, tm
         time.sleep(0.01)
     os.kill(at_work.pop(), signal.SIGKILL)
     told = json.loads(second.communicate()[0])  # and nothing else: Ray tells of the death elsewhere
-    assert (second.returncode, told["num_new_kv"] + told["num_known_kv"]) == (0, told["num_chunks"])
+    assert second.returncode == 0
     assert_same(tmp_path, alone("none"))
     stored = entries(tmp_path)
+    assert told["num_new_kv"] + told["num_known_kv"] == len(stored) < told["num_chunks"]  # a text that repeats is one
     assert {name: stored[name] for name in seen} == seen
 
 
