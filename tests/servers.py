@@ -39,6 +39,7 @@ class RedisServer:
             pytest.skip("no redis-server or valkey-server; install one: apt-get install redis-server")
         pytest.importorskip("redis", reason="redis-py is not installed: pip install 'ragblend[redis]'")
         self.port = free_port()
+        self.cluster_port = 0  # where it talks to other nodes
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self.process: subprocess.Popen[bytes] | None = None
@@ -73,6 +74,65 @@ def running_redis(directory: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+class RedisNodes:
+    """A Redis Cluster of three nodes, the last of which has a replica. `url` is of the first."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._servers = [RedisServer(directory) for _ in range(4)]
+        self.url = f"redis+cluster://127.0.0.1:{self._servers[0].port}"
+
+    @property
+    def last(self) -> RedisServer:
+        """The one that has a replica."""
+        return self._servers[2]
+
+    def start(self) -> None:
+        """Empty; returns when every node knows of all slots and the replica follows."""
+        import redis
+
+        for server in self._servers:
+            server.cluster_port = free_port()
+            (self._directory / f"{server.port}.conf").unlink(missing_ok=True)
+            server.start(
+                *(
+                    "--cluster-enabled",
+                    "yes",
+                    "--cluster-node-timeout",
+                    "1000",
+                    "--cluster-port",
+                    str(server.cluster_port),
+                ),
+                *("--cluster-config-file", f"{server.port}.conf"),
+            )
+        *nodes, replica = (redis.Redis(port=server.port) for server in self._servers)
+        step = -(-_NUM_SLOTS // len(nodes))
+        for number, node in enumerate(nodes):
+            last = min((number + 1) * step, _NUM_SLOTS) - 1
+            node.execute_command("CLUSTER", "ADDSLOTSRANGE", number * step, last)
+            node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for server in self._servers[1:]:
+            nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.cluster_port)
+        self._wait(lambda: all(node.cluster("INFO")["cluster_state"] == "ok" for node in (*nodes, replica)))
+        of = nodes[2].execute_command("CLUSTER", "MYID")
+        self._wait(lambda: bool(replica.execute_command("CLUSTER", "REPLICATE", of)))
+        self._wait(lambda: replica.info("replication")["master_link_status"] == "up")
+
+    def kill(self) -> None:
+        for server in self._servers:
+            server.kill()
+
+    @staticmethod
+    def _wait(claim: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 60
+        while not claim():
+            assert time.monotonic() < deadline_s, "the cluster did not come about within 60 s"
+            time.sleep(0.05)
+
+
+_NUM_SLOTS = 16384  # of any cluster
 
 
 class HttpServer:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import RedisServer, TcpProxy, free_port, running_redis
+import redis
+from servers import RedisNodes, RedisServer, TcpProxy, free_port, running_redis
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -48,6 +49,14 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
+    nodes = RedisNodes(tmp_path_factory.mktemp("cluster"))
+    nodes.start()
+    yield nodes
+    nodes.kill()
+
+
+@pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
@@ -79,12 +88,14 @@ def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
     proxy.close()
 
 
-@pytest.fixture(params=["redis", "s3", "file", "dict"])
+@pytest.fixture(params=["redis", "cluster", "s3", "file", "dict"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], RemoteStore]]:
     """Opens a RemoteStore over the same place again and again: what one process after the other would do."""
     values = DictValues()
     if request.param == "redis":
         url = request.getfixturevalue("redis_server").url.replace("/0", "/1")
+    elif request.param == "cluster":
+        url = request.getfixturevalue("cluster").url
     elif request.param == "s3":
         request.getfixturevalue("s3")
         url = "s3://tests/kv"
@@ -224,6 +235,43 @@ def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down() -> 
     assert store.contains_many(keys) == [False] * 1000
     assert values.calls.count("contains_many") == 6
     assert store.counters.num_failures == 1
+
+
+def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path: Path) -> None:
+    nodes = RedisNodes(tmp_path)
+    nodes.start()
+    try:
+        store, kvs = (
+            RemoteStore(open_remote(nodes.url).values, breaker=quick_breaker()),
+            [make_kv(at) for at in range(24)],
+        )
+        for kv in kvs:
+            store.put(kv)
+        assert store.flush(30)
+        at_last = redis.Redis(port=nodes.last.port).dbsize()
+        assert 0 < at_last < len(kvs)
+        wait_until(lambda: redis.Redis(port=nodes.last.port).wait(1, 1000) == 1)  # the replica has them
+        nodes.last.kill()
+        assert (
+            sum(store.get(kv.header.key) is not None for kv in kvs) <= len(kvs) - at_last
+        )  # and no more is asked of it
+        for kv in kvs:
+            eventually(store, kv)
+        assert sorted(store.keys()) == sorted(kv.header.key for kv in kvs)
+        nodes.kill()
+        assert store.get(kvs[0].header.key) is None
+        nodes.start()  # empty, at the same ports
+        store.put(kvs[0])
+        assert store.flush(30)
+        eventually(store, kvs[0])
+    finally:
+        nodes.kill()
+
+
+def test_what_a_cluster_has_not_is_refused() -> None:
+    for url in ("redis+cluster://localhost:7000/3", "rediss+cluster://localhost:abc"):
+        with pytest.raises(UsageError, match="redis\\+cluster://HOST:PORT"):
+            open_remote(url)
 
 
 def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server: RedisServer) -> None:
@@ -425,8 +473,6 @@ def test_passwords_stay_out_of_messages() -> None:
 
 
 def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisServer) -> None:
-    import redis
-
     client = redis.Redis.from_url(redis_server.url.replace("/0", "/3"))
     client.set("session:1", "somebody's")
     store, kv = open_remote(redis_server.url.replace("/0", "/3")), make_kv()

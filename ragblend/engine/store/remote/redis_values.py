@@ -7,7 +7,7 @@ call ends at its time limit however the bytes come, and a size is checked when i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -44,6 +44,9 @@ class RedisValues:
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
+    FORM = "redis://HOST:PORT/DB"
+    _reader: redis.Redis
+    _writer: redis.Redis
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redacted(url)
@@ -51,26 +54,17 @@ class RedisValues:
         self._hides = has_secret(url)  # what a library's exception holds must not reach a traceback then
         self._timeout_s = timeout_s
         try:
-            self._reader, self._writer = (self._client(url, seconds) for seconds in (timeout_s, WRITE_TIMEOUT_S))
+            self._use(url)
         except (ValueError, redis.RedisError) as error:
             said = self._said(str(error))
-            raise UsageError(
-                f"{self.url} is not a Redis URL ({said}); write redis://HOST:PORT/DB{advice_on(url)}"
-            ) from None
+            raise UsageError(f"{self.url} is not a Redis URL ({said}); write {self.FORM}{advice_on(url)}") from None
 
-    @staticmethod
-    def _client(url: str, timeout_s: float) -> redis.Redis:
-        options = {
-            "protocol": 2,
-            **parse_url(url),  # type: ignore[no-untyped-call]
-            "socket_connect_timeout": connect_timeout_s(timeout_s),
-            "socket_timeout": timeout_s,
-            "socket_read_size": 1 << 20,  # values are megabytes
-            "retry": Retry(NoBackoff(), 0),
-        }
-        plain = options.pop("connection_class", redis.Connection)
-        return redis.Redis(
-            connection_pool=redis.ConnectionPool(connection_class=type("Bounded", (_Bounded, plain), {}), **options)
+    def _use(self, url: str) -> None:
+        """Take the URL. Raises ValueError and RedisError for what is none."""
+        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        self._reader, self._writer = (
+            redis.Redis(connection_pool=BoundedPool(**{**options, **socket_options(seconds)}, retry=NEVER))
+            for seconds in (self._timeout_s, WRITE_TIMEOUT_S)
         )
 
     def get(self, name: str) -> bytes | None:
@@ -121,14 +115,21 @@ class RedisValues:
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Every name with the bytes of its value; walks the whole database. One that comes to no end is an error."""
-        until_s, cursor, seen = monotonic() + WALK_TIMEOUT_S, 0, {0}
+        until_s = monotonic() + WALK_TIMEOUT_S
+        for where in self._walks():
+            yield from self._sizes(until_s, **where)
+
+    def _walks(self) -> Iterable[Mapping[str, Any]]:
+        """What to add to commands that go through all keys, once for each server that has some."""
+        return ({},)
+
+    def _sizes(self, until_s: float, **where: Any) -> Iterator[tuple[str, int]]:
+        cursor, seen = 0, {0}
         with self._call(self._timeout_s):
-            num_keys = int(self._reader.dbsize())
+            num_keys = int(self._reader.dbsize(**where))
         while True:
             with self._call(self._timeout_s):
-                cursor, names = cast(
-                    "tuple[int, list[bytes]]", self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH)
-                )
+                cursor, names = self._scan(cursor, **where)
             for name, size in zip(names, self._lengths(names), strict=True):
                 if size is not None:
                     yield name.decode("utf-8", "replace").removeprefix(PREFIX), size
@@ -140,6 +141,11 @@ class RedisValues:
                     "Redis? Check it: ragblend doctor --remote URL"
                 )
             seen.add(cursor)
+
+    def _scan(self, cursor: int, **where: Any) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and some of our keys."""
+        found = self._reader.scan(cursor, match=f"{PREFIX}*", count=_SCAN_BATCH, **where)
+        return cast("tuple[int, list[bytes]]", found)
 
     def clean(self) -> int:
         """Nothing to do: a value appears whole."""
@@ -257,6 +263,26 @@ class _Room:
 
 
 _CALL, _ROOM = _Call(), _Room(_ROOM_BYTES)
+
+
+NEVER = Retry(NoBackoff(), 0)
+
+
+def socket_options(timeout_s: float) -> dict[str, Any]:
+    """Of a connection whose calls take `timeout_s` seconds at most."""
+    return {
+        "protocol": 2,
+        "socket_connect_timeout": connect_timeout_s(timeout_s),
+        "socket_timeout": timeout_s,
+        "socket_read_size": 1 << 20,  # values are megabytes
+    }
+
+
+class BoundedPool(redis.ConnectionPool):
+    """A redis-py pool of connections, of whatever class, that keep to the calling thread's `_Call`."""
+
+    def __init__(self, connection_class: Any = redis.Connection, **options: Any) -> None:
+        super().__init__(connection_class=type("Bounded", (_Bounded, connection_class), {}), **options)
 
 
 class _Bounded:

@@ -40,7 +40,8 @@ QUEUE_BYTES = 1 << 30
 NUM_FETCHES = 8  # chunks on their way at the same time
 LINGER_S = 2.0  # what arrived stays at hand this long, for requests that asked for the same chunk meanwhile
 _MAX_BAD = 4096
-ALIASES = {"rediss": "redis"}  # schemes that another one's file serves
+# Schemes whose file has another name than theirs.
+ALIASES = {"rediss": "redis", "redis+cluster": "redis_cluster", "rediss+cluster": "redis_cluster"}
 _OVERDUE = 0.9  # share of the time limit after which what has not come is taken for slow, not for asked too late
 
 
@@ -452,7 +453,7 @@ class RemoteStore:
 def open_remote(
     url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
 ) -> RemoteStore:
-    """The remote tier at `url`: `redis://`, `rediss://`, `s3://BUCKET/PREFIX`, `file:///DIR`, or any fsspec URL.
+    """The remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `file:///DIR`, any fsspec URL.
 
     Opens no connection yet. Raises UsageError for what is no such URL, ImportError naming the extra to install.
     """
@@ -464,8 +465,9 @@ def open_remote(
     if HIDDEN + "@" in url:
         raise UsageError(f"the password is left out of {redacted(url)!r}, as it is printed; give the whole URL")
     # A scheme has a file of its own beside this one, SCHEME_values.py, or is left to fsspec.
-    module = f"{__package__}.{ALIASES.get(scheme, scheme)}_values"
-    if not scheme.isidentifier() or find_spec(module) is None:
+    name = ALIASES.get(scheme, scheme)
+    module = f"{__package__}.{name}_values"
+    if not name.isidentifier() or find_spec(module) is None:
         module = f"{__package__}.object_values"
     values: ByteStore = import_module(module).open_values(url, timeout_s)
     return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)
