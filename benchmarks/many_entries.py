@@ -1,0 +1,211 @@
+"""What a store of a million entries takes for each of them, beside one of ten thousand: disk and Redis.
+
+    python -m benchmarks.many_entries --out data/results/many-entries.json
+
+Entries are small (KV of 8 tokens, 2 layers, 1 head of 16 in bfloat16: 1 KiB, and a header), so that what is timed is
+the store's own work and not bytes. One store grows through the counts and is measured at each. `put` on disk is with
+fsync as users have it; the entries between the counts are filled in without. Redis is started here, on this machine.
+Page cache and directories are warm: they were just written. Read `Place` first.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ragblend.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.cli.printing import err, print_json
+from ragblend.engine.store.base import contains_many
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, in_memory
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+
+SCHEMA_VERSION = 1
+COUNTS = (10_000, 100_000, 1_000_000)
+LAYERS, HEADS, TOKENS, DIM = 2, 1, 8, 16
+SAMPLE = 2_000
+"""Entries that are read, asked for and written one by one at every count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One place with so many entries. `us_each`: microseconds per entry, the median where entries come one by one."""
+
+    place: Literal["disk", "redis"]
+    num_entries: int
+    nbytes: int
+    us_each: dict[str, float] = field(default_factory=dict)
+    peak_rss_mib: dict[str, float] = field(default_factory=dict)  # of what walks through all of them
+
+
+def entry(number: int, values: Sequence[LayerKV]) -> MemoryKV:
+    """The entry of that number: ids of its own, values of all."""
+    ids = (number >> 16, number & 0xFFFF, *range(TOKENS - 2))
+    return MemoryKV(KVHeader(chunk_key("model", (1,), ids), "model", (1,), ids, LAYERS, "bfloat16"), tuple(values))
+
+
+class Place:
+    """A store, how it is filled, and what is asked of it."""
+
+    def __init__(
+        self, name: Literal["disk", "redis"], store: DiskStore | RemoteStore, filler: DiskStore | None
+    ) -> None:
+        self.name, self.store, self._filler = name, store, filler
+        self._values = [LayerKV(*(torch.randn(HEADS, TOKENS, DIM).bfloat16() for _ in range(2))) for _ in range(LAYERS)]
+        self._keys: list[str] = []  # all that are stored
+        self._number = 0  # of the next entry: one that left does not come back
+        self._draw = random.Random(0)
+
+    def grow(self, count: int) -> float:
+        """Fill it up to `count` entries; seconds for each that came."""
+        start_s, before = perf_counter(), len(self._keys)
+        while len(self._keys) < count:
+            self._put(self._filler or self.store)
+        return (perf_counter() - start_s) / max(1, count - before)
+
+    def measure(self) -> Run:
+        """Everything at the count it has."""
+        run = Run(self.name, len(self._keys), self.store.nbytes())
+        known, absent = self._draw.sample(self._keys, SAMPLE), [f"{at:032x}" for at in range(SAMPLE)]
+        run.us_each["put"] = 1e6 * median(self._seconds(lambda: self._put(self.store)) for _ in range(SAMPLE // 4))
+        run.us_each["get"] = 1e6 * median(self._seconds(lambda key=key: self._read(key)) for key in known)  # type: ignore[misc]
+        run.us_each["miss"] = 1e6 * median(self._seconds(lambda key=key: self.store.get(key)) for key in absent)  # type: ignore[misc]
+        start_s = perf_counter()
+        if contains_many(self.store, [*known, *absent]) != [True] * SAMPLE + [False] * SAMPLE:
+            raise SystemExit("it does not know what it has")
+        run.us_each["contains_many"] = 1e6 * (perf_counter() - start_s) / (2 * SAMPLE)
+        walks: dict[str, Callable[[], Any]] = {
+            "keys": self._count_keys,
+            "stats": self.store.nbytes,
+            "verify": self._verify,
+        }
+        if isinstance(self.store, DiskStore):
+            walks["gc"] = self._gc
+        for name, walk in walks.items():
+            reset_peak_rss()
+            count, before_bytes = len(self._keys), peak_rss_bytes()
+            run.us_each[name] = 1e6 * self._seconds(walk) / count
+            run.peak_rss_mib[name] = (peak_rss_bytes() - before_bytes) / 2**20
+        return run
+
+    def _put(self, store: DiskStore | RemoteStore) -> None:
+        kv = entry(self._number, self._values)
+        self._number += 1
+        store.send(kv) if isinstance(store, RemoteStore) else store.put(kv)  # `put` of a remote tier is a queue's
+        self._keys.append(kv.header.key)
+
+    def _read(self, key: str) -> None:
+        found = self.store.get(key)
+        if found is None:
+            raise SystemExit(f"{key} is lost")
+        in_memory(found)
+
+    def _count_keys(self) -> None:
+        if (found := len(list(self.store.keys()))) != len(self._keys):
+            raise SystemExit(f"{found} keys of {len(self._keys)}")
+
+    def _verify(self) -> None:
+        if bad := [each for each in self.store.verify() if not each.ok]:
+            raise SystemExit(f"{len(bad)} are damaged, {bad[0]}")
+
+    def _gc(self) -> None:
+        """Make one in a hundred leave."""
+        assert isinstance(self.store, DiskStore)
+        gone = set(self.store.gc(max_bytes=self.store.nbytes() * 99 // 100).evicted)
+        self._keys = [key for key in self._keys if key not in gone]
+
+    @staticmethod
+    def _seconds(work: Callable[[], Any]) -> float:
+        start_s = perf_counter()
+        work()
+        return perf_counter() - start_s
+
+
+@contextmanager
+def redis_server(home: Path) -> Iterator[str]:
+    """A Redis or Valkey of our own, without persistence; its URL."""
+    binary = shutil.which("valkey-server") or shutil.which("redis-server")
+    if binary is None:
+        raise SystemExit("there is no redis-server or valkey-server; install one: apt-get install redis-server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        binary,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(home),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        sleep(1)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(
+    counts: Annotated[list[int], typer.Option("--count", min=SAMPLE, help="Entries; again for more.")] = list(COUNTS),  # noqa: B006
+    places: Annotated[list[str], typer.Option("--place", help="disk or redis; again for both.")] = ["disk", "redis"],  # noqa: B006
+    home: Annotated[Path | None, typer.Option("--dir", help="Where the store on disk is; a temporary folder.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
+) -> None:
+    """Measure each place at each count."""
+    torch.set_num_threads(1)
+    card, runs = hardware_card(), list[dict[str, Any]]()
+    err.print("\n".join(card_lines(card)))
+    shown = "".join(f" --count {count}" for count in counts) + "".join(f" --place {place}" for place in places)
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "command": f"python -m benchmarks.many_entries{shown}",
+        "hardware": card,
+        "runs": runs,
+    }
+    for name in places:
+        with tempfile.TemporaryDirectory(dir=home) as folder, redis_server(Path(folder)) as url:
+            if name == "disk":
+                disk = DiskStore(folder, store_key=None)
+                place = Place("disk", disk, DiskStore(folder, fsync=False, store_key=None))
+            else:
+                place = Place("redis", open_remote(url, store_key=None), None)
+            for count in sorted(counts):
+                filled_s = place.grow(count)
+                run = place.measure()
+                run.us_each["fill"] = 1e6 * filled_s
+                numbers = "  ".join(f"{what} {each:.0f}" for what, each in run.us_each.items())
+                err.print(
+                    f"{run.place} {run.num_entries:>9,}: {numbers} us each; {run.nbytes / 2**20:.0f} MiB", markup=False
+                )
+                runs.append(asdict(run))
+                if out is not None:  # after each: the next may take half an hour
+                    out.write_text(json.dumps(facts, indent=1) + "\n")
+            if isinstance(place.store, RemoteStore):
+                place.store.close()
+    print_json(facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
