@@ -285,13 +285,19 @@ def precompute_index(
 
 
 def precompute_documents(
-    documents: Iterable[Any], llm_or_engine: Any, progress: Progress | None = None, *, names: Sequence[str] = ()
+    documents: Iterable[Any],
+    llm_or_engine: Any,
+    progress: Progress | None = None,
+    *,
+    names: Sequence[str] = (),
+    workers: Workers | None = None,
 ) -> IngestReport:
     """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
 
     `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `names`: for each document
     what it is known by, the same for all chunks of one, "" for none; by default the `id` of LangChain Documents. What
-    was precomputed under a name before, and is not now, is dropped unless something else has it.
+    was precomputed under a name before, and is not now, is dropped unless something else has it. `workers`: processes
+    that prefill instead of this one (`RayWorkers`).
 
     In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
     time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
@@ -317,7 +323,8 @@ def precompute_documents(
         if finder is not None:
             finder.add(main)
 
-    report = precompute_chunks(wanted, engine, progress, note=note, index=finder)
+    prefill = workers.prefill if workers is not None else prefill_here
+    report = precompute_chunks(wanted, engine, progress, note=note, index=finder, prefill=prefill)
     report.num_chunks = len(chunks)
     if finder is not None:
         finder.settle(wanted)

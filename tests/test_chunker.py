@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from ragblend.chunker import Document, adapt_splitter, split, version_of
 from ragblend.corpus.documents import open_source
 from ragblend.corpus.folders import walk
-from ragblend.errors import NotFoundError, UnreadableDocumentError, UsageError
+from ragblend.errors import NotADocumentError, NotFoundError, UnreadableDocumentError, UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.follow import Cut, follow
 
@@ -319,6 +322,60 @@ def test_pdf_is_read_and_its_absence_of_text_or_extra_is_said(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[pdf]'")):
         read(tmp_path, "a.pdf", make_pdf("x"))
+
+
+def make_parquet(rows: list[dict], **options) -> bytes:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    out = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(rows), out, **options)
+    return out.getvalue()
+
+
+def test_rows_of_parquet_are_documents(tmp_path):
+    day, price = date(2026, 3, 1), Decimal("1.50")
+    rows = [
+        {
+            "text": f"Text {at} 東京",
+            "title": "T",
+            "day": day,
+            "price": price,
+            "emb": [0.5] * 3,
+            "raw": b"x",
+            "tags": ["a"],
+        }
+        for at in range(700)  # of several batches and row groups
+    ]
+    documents = read(tmp_path, "a.parquet", make_parquet(rows, row_group_size=300))
+    assert [document.text for document in documents] == [row["text"] for row in rows]
+    assert below(tmp_path, documents[699].source) == "a.parquet#699"
+    assert dict(documents[3].metadata) == {"title": "T", "day": "2026-03-01", "price": "1.50", "tags": ["a"]}
+    asked = [{"question": "q", "ctxs": [{"title": "T", "text": "x"}, {"title": "U", "text": "y"}]}]
+    nested = read(tmp_path, "b.parquet", make_parquet(asked))
+    assert [(below(tmp_path, one.source), one.text, dict(one.metadata)) for one in nested] == [
+        ("b.parquet#0.0", "x", {"title": "T"}),
+        ("b.parquet#0.1", "y", {"title": "U"}),
+    ]
+
+
+def test_what_parquet_cannot_say_is_said(tmp_path, monkeypatch):
+    with pytest.raises(UnreadableDocumentError, match=r"1 of 3 records .* left out: row 2 is neither"):
+        read(tmp_path, "a.parquet", make_parquet([{"text": "x"}, {"text": None}, {"text": "z"}]))
+    with pytest.raises(NotADocumentError, match=r"no column text, .* but body, emb; rename"):
+        read(tmp_path, "a.parquet", make_parquet([{"body": "x", "emb": [0.5]}]))
+    with pytest.raises(NotADocumentError, match="holds no text"):
+        read(tmp_path, "a.parquet", make_parquet([{"text": " "}]))
+    data = make_parquet([{"text": "x" * 1000}])
+    for damaged in (data[:-30], b"PAR1 and nothing else", data[:20] + b"\0" * 20 + data[40:]):
+        with pytest.raises(UnreadableDocumentError, match="damaged Parquet file"):
+            read(tmp_path, "a.parquet", damaged)
+    (tmp_path / "a.parquet").write_bytes(data)
+    contents = open_source(str(tmp_path / "a.parquet")).read()
+    (tmp_path / "a.parquet").write_bytes(make_parquet([{"text": "another"}]))
+    with pytest.raises(UnreadableDocumentError, match="changed while it was read"):
+        list(contents.documents)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UnreadableDocumentError, match=re.escape("pip install 'ragblend[parquet]'")):
+        read(tmp_path, "a.parquet", data)
 
 
 def test_ligatures_of_a_pdf_are_letters_again(tmp_path):

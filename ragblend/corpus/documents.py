@@ -1,4 +1,4 @@
-"""A file -> its documents: text, Markdown, HTML, CSV, JSON, JSON lines and PDF, by the name's ending.
+"""A file -> its documents: text, Markdown, HTML, CSV, JSON, JSON lines, Parquet and PDF, by the name's ending.
 
 Says of a file that is none why, and what to do about it. Knows nothing about tokens, chunks or models; `folders` knows
 which files there are, `readers` what each format holds. Read `open_source` first.
@@ -25,6 +25,7 @@ from ragblend.corpus.folders import printable, source_of
 from ragblend.corpus.readers import (
     BINARY,
     LINES,
+    PARQUET,
     PLAIN,
     READERS,
     READERS_VERSION,
@@ -34,6 +35,7 @@ from ragblend.corpus.readers import (
     new_digest,
     read_text,
     stream_jsonl,
+    stream_parquet,
 )
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
@@ -85,17 +87,18 @@ class SourceFile(NamedTuple):
 
 
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB) -> SourceFile:
-    """A file to read, its format told by its name; of JSON lines, no more than one is held at a time.
+    """A file to read, its format told by its name; of JSON lines and Parquet, no more than some are held at a time.
 
     Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file beyond `max_file_mib` (0:
-    no limit). `read` raises what `read_documents` does; of JSON lines, what is wrong is known as the documents are
+    no limit). `read` raises what `read_documents` does; of those two, what is wrong is known as the documents are
     asked for, and which were left out behind the last.
     """
-    if _suffix(path) in LINES:
+    stream = stream_parquet if _suffix(path) == PARQUET else stream_jsonl if _suffix(path) in LINES else None
+    if stream is not None:
         with _opened(path, max_file_mib) as file:
             if (head := file.peek(4)) and not marked_encoding(head):
                 digest = hashlib.file_digest(file, new_digest).hexdigest()
-                return SourceFile(digest, partial(_read_lines, path, digest))
+                return SourceFile(digest, partial(_read_stream, stream, path, digest))
     data = read_bytes(path, max_file_mib)
     return SourceFile(new_digest(data).hexdigest(), partial(read_documents, path, data))
 
@@ -157,16 +160,16 @@ def _check_name(path: str) -> None:
         raise UnreadableDocumentError(f"its name is not UTF-8 ({printable(path)}); rename it") from error
 
 
-def _read_lines(path: str, digest: str) -> FileContents:
-    """The documents of JSON lines, one at a time."""
+def _read_stream(stream: Callable[[BufferedReader, str], Found], path: str, digest: str) -> FileContents:
+    """The documents of a file whose format is read a record at a time."""
 
-    def lines() -> Found:
+    def records() -> Found:
         with _opened(path, 0) as file:
-            yield from stream_jsonl(file, digest)
+            yield from stream(file, digest)
 
     _check_name(path)
     contents = FileContents(())
-    contents.documents = _documents_of(path, lines(), contents)
+    contents.documents = _documents_of(path, records(), contents)
     return contents
 
 

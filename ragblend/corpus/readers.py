@@ -54,6 +54,7 @@ _SAMPLE_CHARS = 65536
 _MAX_ODD_SHARE = 0.05  # of control, private and unassigned characters; prose has none, random bytes far more
 
 
+CHANGED = "changed while it was read; run the command again"
 BINARY = "is a binary file (NUL bytes); convert it to text, HTML or PDF first"
 
 
@@ -221,7 +222,7 @@ def stream_jsonl(file: BinaryIO, digest: str) -> Found:
         num_bytes += len(line)
     _check_sample(sample.removeprefix("\ufeff"))
     if read.hexdigest() != digest:
-        raise UnreadableDocumentError("changed while it was read; run the command again")
+        raise UnreadableDocumentError(CHANGED)
     file.seek(0)
     texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
     yield from _jsonl(text.removesuffix("\n") for text in texts)
@@ -299,7 +300,61 @@ def _read_pdf(data: bytes) -> Found:
     yield Record("", "\n\n".join(pages), {"num_pages": len(pages)})
 
 
+_ROWS_AT_A_TIME = 256
+
+
+def stream_parquet(file: io.BufferedReader, digest: str) -> Found:
+    """`_read_parquet` of a file, some rows at a time."""
+    if hashlib.file_digest(file, new_digest).hexdigest() != digest:
+        raise UnreadableDocumentError(CHANGED)
+    file.seek(0)
+    yield from _parquet(file)
+
+
+def _read_parquet(data: bytes) -> Found:
+    return _parquet(io.BytesIO(data))
+
+
+def _parquet(file: BinaryIO) -> Found:
+    """A row is read as a line of JSON with its columns would be: those of bytes and of lists of numbers (embeddings,
+    pictures) are left out, and where none could be text, it is no document."""
+    try:
+        from pyarrow import ArrowException, types
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UnreadableDocumentError("Parquet needs pyarrow: pip install 'ragblend[parquet]'") from error
+
+    def is_kept(kind: Any) -> bool:
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return not types.is_primitive(kind.value_type) and is_kept(kind.value_type)
+        return not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+
+    try:
+        table = ParquetFile(file)
+        names = [column.name for column in table.schema_arrow if is_kept(column.type)]
+        if not any(name in _TEXT_FIELDS or name == "ctxs" or name.isdecimal() for name in names):
+            found = ", ".join(table.schema_arrow.names) or "none"
+            raise NotADocumentError(f"has no column {', '.join(_TEXT_FIELDS)} or ctxs, but {found}; rename the text's")
+        number = 0
+        for batch in table.iter_batches(_ROWS_AT_A_TIME, columns=names):
+            for row in batch.to_pylist():
+                yield from _listed(_as_json(row), number, f"row {number + 1}")
+                number += 1
+    except (ArrowException, OSError) as error:
+        raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it anew") from error
+
+
+def _as_json(value: Any) -> Any:
+    """A value of a column as JSON would hold it; dates, decimals and others as their text."""
+    if isinstance(value, dict):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+
+
 LINES = frozenset({".jsonl", ".ndjson"})
+PARQUET = ".parquet"
 PLAIN = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
 READERS: dict[str, Callable[[bytes], Found]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
@@ -307,4 +362,5 @@ READERS: dict[str, Callable[[bytes], Found]] = {
     **dict.fromkeys(LINES, _read_jsonl),
     ".json": _read_json,
     ".pdf": _read_pdf,
+    PARQUET: _read_parquet,
 }

@@ -15,7 +15,7 @@ from typing import Self
 
 from ragblend.config import Settings
 from ragblend.corpus.folders import file_of, normal_path, shown
-from ragblend.corpus.readers import PLAIN, READERS
+from ragblend.corpus.readers import PARQUET, PLAIN, READERS
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import RagblendError, UsageError, check_unicode
@@ -59,8 +59,8 @@ def readable_endings() -> list[str]:
     """The endings of files that are read as documents here."""
     from importlib.util import find_spec
 
-    endings = {*PLAIN, *READERS}
-    return sorted(endings if find_spec("pypdf") is not None else endings - {".pdf"})
+    missing = {ending for ending, package in ((".pdf", "pypdf"), (PARQUET, "pyarrow")) if find_spec(package) is None}
+    return sorted({*PLAIN, *READERS} - missing)
 
 
 class Upload:

@@ -48,6 +48,7 @@ def examine(settings: Settings) -> list[Check]:
         ("langchain", "langchain-core"),
         ("llamaindex", "llama-index-core"),
         ("pdf", "pypdf"),
+        ("parquet", "pyarrow"),
         ("redis", "redis"),
         ("s3", "s3fs"),
         ("ui", "starlette"),

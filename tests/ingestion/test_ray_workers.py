@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import run_command
+from langchain_core.documents import Document
 
 from ragblend import ingest, load_engine, open_index
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import in_memory
 from ragblend.errors import BackendUnreachableError, StoreMismatchError, StoreNotWritableError, UsageError
-from ragblend.precompute import precompute_index
+from ragblend.precompute import precompute_documents, precompute_index
 
 ray = pytest.importorskip("ray")
 
@@ -124,6 +125,24 @@ def test_workers_store_what_one_process_does(corpus, alone, cluster, tmp_path):
     store = DiskStore(tmp_path / "kv")
     nbytes = [kv.nbytes for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118 (no dict)
     assert report.new_kv_bytes + other.new_kv_bytes == sum(nbytes)
+
+
+def test_documents_of_a_loader_are_prefilled_by_workers(cluster, tmp_path):
+    documents = [Document(page_content=text, id=f"doc {at}") for at, text in enumerate(paragraphs()[:30])]
+    with load_engine("demo", tmp_path / "alone") as engine:
+        one = precompute_documents(iter(documents), engine)
+    with load_engine("demo", tmp_path / "kv") as engine, RayWorkers("demo", tmp_path / "kv") as workers:
+        report = precompute_documents(iter(documents), engine, workers=workers)
+        again = precompute_documents(iter(documents), engine, workers=workers)
+    assert (report.num_new_kv, again.num_new_kv, again.num_known_kv) == (one.num_new_kv, 0, one.num_new_kv) != (0, 0, 0)
+    ours, theirs = (DiskStore(tmp_path / name) for name in ("kv", "alone"))
+    assert sorted(ours.keys()) == sorted(theirs.keys())
+    for key in ours.keys():  # noqa: SIM118 (no dict)
+        made, wanted = ours.get(key), theirs.get(key)
+        assert made is not None
+        assert wanted is not None
+        for index in range(made.header.num_layers):
+            assert all(mine.equal(other) for mine, other in zip(made.layer(index), wanted.layer(index), strict=True))
 
 
 def test_workers_that_are_killed_cost_nothing_but_time(corpus, alone, cluster, tmp_path):
