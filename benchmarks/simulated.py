@@ -3,9 +3,11 @@
     python -m benchmarks.simulated --out data/results/simulate.json
 
 Two `ragblend serve` with random weights on this machine, a thread and a disk of their own each. Generated RAG
-traffic, its chunks ingested, is sent in real time, round robin, by Poisson's moments. Between the runs both replicas
-are profiled at once, with other prompts; each run is simulated by the medians of the rounds before and after it alone,
-so that a machine that gets slower or faster is not the model's fault. Read `measure` first.
+traffic, its chunks ingested, is sent in real time, round robin, by Poisson's moments. Between the runs the replicas are
+profiled with other prompts, one alone and both at once: they share a machine's cores, caches and way to memory, so each
+is slower while the other computes, and a run is simulated by the mean of the two, weighed by how busy it finds the
+replicas. The times are the medians of the rounds before and after a run, so that a machine that gets slower or faster
+is not the model's fault. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -38,7 +40,7 @@ from ragblend.bench.traffic.generate import Traffic, generate
 from ragblend.bench.traffic.reading import entries_read
 from ragblend.bench.traffic.requests import NO_MARKS
 from ragblend.bench.traffic.saving import Kind
-from ragblend.bench.traffic.simulation import simulate
+from ragblend.bench.traffic.simulation import SimulatedRun, simulate
 from ragblend.bench.traffic.spool import Spooled
 from ragblend.bench.traffic.tokens import Estimate, Ids
 from ragblend.bench.ttft_vllm import vllm_card
@@ -61,6 +63,7 @@ SERVED = ("--dtype", "float32", "--context", "none", "--enforce-eager", "--max-m
 LONGEST, QUESTION = 6, 24  # chunks of the longest profiled prompt, and tokens behind them
 DECODED, DECODED_TOGETHER = 33, 8  # tokens and requests by which decoding is timed
 WITHIN = 0.2
+_ROUNDS_OF_BUSY = 5  # how busy they are makes everything longer, and that them busier
 REPEATS = 2  # of each time in a profile round, on each replica
 
 Tell = Callable[[str], None]
@@ -127,14 +130,19 @@ class _Times:
             {key: taken + other.step_s[key] for key, taken in self.step_s.items()},
         )
 
-    @property
-    def decode_s(self) -> Curve:
-        """Requests in a step, and its seconds."""
-        return tuple((float(count), statistics.median(taken)) for count, taken in sorted(self.step_s.items()))
+
+class _Round(NamedTuple):
+    """What a profile round took: with the other replicas idle, and with all at once."""
+
+    alone: _Times
+    together: _Times
+
+    def __add__(self, other: _Round) -> _Round:  # type: ignore[override]  # not a longer tuple
+        return _Round(self.alone + other.alone, self.together + other.together)
 
 
 class _Profiler:
-    """Times prompts of its own on all replicas at once."""
+    """Times prompts of its own, on one replica after the other and on all at once."""
 
     def __init__(self, clients: Sequence[VllmClient], config: SimulatedConfig, vocab_size: int) -> None:
         self._clients, self._vocab_size = clients, vocab_size
@@ -142,12 +150,14 @@ class _Profiler:
         self._draw = random.Random(1_000_003)
         self.chunks = [self._ids(config.traffic.chunk_words) for _ in range(LONGEST)]
 
-    def round(self) -> _Times:
-        """Each time `REPEATS` times on each replica."""
-        times = _Times()
+    def round(self) -> _Round:
+        """Each time `REPEATS` times on each replica, alone and together."""
+        found = _Round(_Times(), _Times())
+        for client in self._clients:
+            self._round(client, found.alone)
         with ThreadPoolExecutor(len(self._clients)) as pool:
-            list(pool.map(lambda client: self._round(client, times), self._clients))
-        return times
+            list(pool.map(lambda client: self._round(client, found.together), self._clients))
+        return found
 
     def _round(self, client: VllmClient, times: _Times) -> None:
         for _ in range(REPEATS):
@@ -177,16 +187,23 @@ class _Profiler:
         last = max(serve(client, requests, [0.0] * together), key=lambda each: each.ttft_s)
         return (last.total_s - last.ttft_s) / (DECODED - 1)
 
-    def profile(self, times: _Times, disk_bytes_per_s: float) -> MachineProfile:
-        """The medians, as a profile."""
-        full_s = {tokens: statistics.median(taken) for tokens, taken in times.full_s.items()}
-        longest_s = full_s[max(full_s)]
-        shares = {ratio: statistics.median(taken) / longest_s for ratio, taken in times.blend_s.items()}
-        facts = self._clients[0].facts
-        return MachineProfile(
+    def profile(self, times: _Round, busy: float, disk_bytes_per_s: float) -> tuple[MachineProfile, Curve]:
+        """The medians, as a profile and seconds of a step by requests, where the other replica is `busy` so much."""
+
+        def mean(alone: dict[Any, list[float]], together: dict[Any, list[float]]) -> dict[Any, float]:
+            median = statistics.median
+            return {key: (1 - busy) * median(alone[key]) + busy * median(together[key]) for key in sorted(alone)}
+
+        full_s = mean(times.alone.full_s, times.together.full_s)
+        blend_s = mean(times.alone.blend_s, times.together.blend_s)
+        step_s = mean(times.alone.step_s, times.together.step_s)
+        longest_s, facts = full_s[max(full_s)], self._clients[0].facts
+        shares = tuple((ratio, taken_s / longest_s) for ratio, taken_s in blend_s.items())
+        profile = MachineProfile(
             facts.fingerprint, {"engine": "vllm", "ranks": 1}, facts.num_layers, facts.bytes_per_token,
-            tuple(full_s.items()), tuple(shares.items()), {"disk": disk_bytes_per_s},
+            tuple(full_s.items()), shares, {"disk": disk_bytes_per_s},
         )  # fmt: skip
+        return profile, tuple((float(count), taken_s) for count, taken_s in step_s.items())
 
 
 def trace(config: SimulatedConfig) -> tuple[list[Demand], list[TokenizedPrompt]]:
@@ -325,16 +342,16 @@ def measure(config: SimulatedConfig, tell: Tell) -> dict[str, Any]:
                 answers = bench.replay(mode, arrivals_s)
                 others = bench.others(before)
                 rounds.append(bench.profiler.round())
-                times, real = rounds[-2] + rounds[-1], _figures(answers)
-                deployment = deployment_of(bench.profiler.profile(times, disk), times.decode_s, mode)
-                found = simulate(bench.demands, arrivals_s, deployment, NUM_REPLICAS).as_dict()
+                real = _figures(answers)
+                busy, deployment, simulated = _simulated(bench, rounds[-2] + rounds[-1], mode, arrivals_s, disk)
+                found = simulated.as_dict()
                 off = {name: found[name] / real[name] - 1 for name in real}
                 runs.append(
                     {"mode": mode, "load": load, "rate": rate, "others": others, "measured": real}
                     | {"simulated": {name: found[name] for name in real}, "off": off}
                     | {"within": all(abs(off[name]) <= WITHIN for name in ("throughput", "ttft_s"))}
                     | {"profile": {**deployment.profile.as_dict(), "fingerprint": ""}}
-                    | {"decode_s": times.decode_s}
+                    | {"decode_s": deployment.decode_s, "busy": busy}
                 )
                 tell(table_line(runs[-1]))
         return {
@@ -346,7 +363,11 @@ def measure(config: SimulatedConfig, tell: Tell) -> dict[str, Any]:
             "ratio": bench.rule.ratio,
             "prompt_tokens": statistics.fmean(demand.num_tokens for demand in bench.demands),
             "prefill_s_by_round": [
-                {str(tokens): taken for tokens, taken in sorted(each.full_s.items())} for each in rounds
+                {
+                    name: {str(tokens): taken for tokens, taken in sorted(times.full_s.items())}
+                    for name, times in each._asdict().items()
+                }
+                for each in rounds
             ],
             "runs": runs,
         }
@@ -364,10 +385,22 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _capacity(bench: _Bench, mode: SimulatedMode, times: _Times, disk: float) -> float:
+def _simulated(
+    bench: _Bench, times: _Round, mode: SimulatedMode, arrivals_s: Sequence[float], disk: float
+) -> tuple[float, Deployment, SimulatedRun]:
+    """How busy the replicas are, and the simulation in which they are that."""
+    busy = 1.0
+    for _ in range(_ROUNDS_OF_BUSY):
+        deployment = deployment_of(*bench.profiler.profile(times, busy, disk), mode)
+        found = simulate(bench.demands, arrivals_s, deployment, NUM_REPLICAS)
+        busy = found.busy
+    return busy, deployment, found
+
+
+def _capacity(bench: _Bench, mode: SimulatedMode, times: _Round, disk: float) -> float:
     """Requests per second that two replicas can serve, by the first round."""
     at_once = [0.0] * len(bench.demands)
-    deployment = deployment_of(bench.profiler.profile(times, disk), times.decode_s, mode)
+    deployment = deployment_of(*bench.profiler.profile(times, 1.0, disk), mode)
     return simulate(bench.demands, at_once, deployment, NUM_REPLICAS).throughput
 
 
