@@ -58,6 +58,9 @@ class Run:
     num_missing: int = 0  # entries that one process has and this run has not
     num_different: int = 0  # entries with other tensors, or that one process has not
     num_rewritten: int = 0  # entries that were there at a kill and were written again
+    known_s: float = (
+        0.0  # elapsed_s of the same into another index, when nothing is left to prefill: what workers leave
+    )
 
 
 def main(
@@ -65,7 +68,7 @@ def main(
     model: Annotated[str, typer.Option("--model")] = "demo",
     num_chunks: Annotated[int, typer.Option("--num-chunks")] = 480,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 128,
-    counts: Annotated[str, typer.Option("--counts", help="Numbers of workers.")] = "1,2,4",
+    counts: Annotated[str, typer.Option("--counts", help="Numbers of workers; empty for one process alone.")] = "1,2,4",
     context: Annotated[str, typer.Option("--context")] = "none",
     embedder: Annotated[str, typer.Option("--embedder")] = "auto",
     worker_kills: Annotated[int, typer.Option("--worker-kills", help="In each run with workers, at random.")] = 0,
@@ -80,9 +83,11 @@ def main(
         options = ["--model", model, "--chunk-size", str(chunk_tokens)]
         options += ["--context", context, "--embedder", embedder]
         runs: list[Run] = []
-        for count in (0, *map(int, counts.split(","))):
+        for count in (0, *(int(each) for each in counts.split(",") if each)):
             run = Run(count)
             ingest(home, run, options, dice, *((worker_kills, driver_kills) if count else (0, 0)))
+            if not count:
+                run.known_s = known(home, options)
             finish(run, runs[0] if runs else run, home)
             runs.append(run)
             print(json.dumps(asdict(run)), file=sys.stderr, flush=True)
@@ -118,8 +123,7 @@ def write_corpus(folder: Path, num_chunks: int, chunk_tokens: int, dice: random.
 def ingest(home: Path, run: Run, options: list[str], dice: random.Random, worker_kills: int, driver_kills: int) -> None:
     """Run the command until it ends by itself; before that kill what is to be killed, at random moments."""
     store = home / f"kv-{run.num_workers}"
-    command = [sys.executable, "-m", "ragblend", "ingest", str(home / "docs"), *options, "--json"]
-    command += ["--store", str(store), "--index", str(home / f"index-{run.num_workers}")]
+    command = ingest_command(home, options, store, home / f"index-{run.num_workers}")
     command += ["--workers", str(run.num_workers)] if run.num_workers else []
     seen: dict[str, int] = {}
     left = [True] * driver_kills + [False] * worker_kills  # whether it is the driver
@@ -154,6 +158,20 @@ def ingest(home: Path, run: Run, options: list[str], dice: random.Random, worker
     run.driver_rss, run.worker_rss = map(over_time, zip(*samples, strict=True))
     stored = entries(store)
     run.num_rewritten = sum(stored.get(name) != found for name, found in seen.items())
+
+
+def ingest_command(home: Path, options: list[str], store: Path, index: Path) -> list[str]:
+    """The command line, without what says how many workers."""
+    own = ["--store", str(store), "--index", str(index), "--json"]
+    return [sys.executable, "-m", "ragblend", "ingest", str(home / "docs"), *options, *own]
+
+
+def known(home: Path, options: list[str]) -> float:
+    """Seconds for all that one process has to do beside prefilling: everything is in its store already."""
+    command = ingest_command(home, options, home / "kv-0", home / "index-known")
+    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    assert not told["num_new_kv"], told
+    return float(told["elapsed_s"])
 
 
 def over_time(samples: tuple[float, ...]) -> list[float]:

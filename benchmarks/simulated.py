@@ -7,7 +7,8 @@ traffic, its chunks ingested, is sent in real time, round robin, by Poisson's mo
 profiled with other prompts, one alone and both at once: they share a machine's cores, caches and way to memory, so each
 is slower while the other computes, and a run is simulated by the mean of the two, weighed by how busy it finds the
 replicas. The times are the medians of the rounds before and after a run, so that a machine that gets slower or faster
-is not the model's fault. Read `measure` first.
+is not the model's fault. Each replica's engine and worker are one process: as two, vLLM's default, they wait for each
+other by spinning, and four that spin on two cores are no two replicas (`--spinning` shows it). Read `measure` first.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class SimulatedConfig:
     modes: tuple[SimulatedMode, ...] = ("full", "prefix", "blend")
     answer_tokens: int = 8
     seed: int = 0
+    spinning: bool = False
     traffic: Traffic = field(
         default_factory=lambda: Traffic(
             chunks_per_turn=4, num_documents=40, chunks_per_document=2, chunk_words=64, system_words=32,
@@ -265,8 +267,9 @@ class _Bench:
         flags += ["--max-num-batched-tokens", str(BATCHING.batch_tokens)]
         token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
         flags += ["--kv-cache-memory-bytes", str(int(BATCHING.paged_tokens) * token_bytes)]
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.spinning))}
         self._replicas = [
-            Replica(f"replica-{n}", home / f"replica-{n}", 1, flags, str(model), VLLM_SERVER_DEV_MODE="1")
+            Replica(f"replica-{n}", home / f"replica-{n}", 1, flags, str(model), **environment)
             for n in range(NUM_REPLICAS)
         ]
         tell("starting two replicas")
@@ -432,11 +435,15 @@ def table_line(run: dict[str, Any]) -> str:
     )
 
 
-def main(requests: int = 40, loads: str = "0.3,0.6,1.5", seed: int = 0, out: Path | None = None) -> None:
+def main(
+    requests: int = 40, loads: str = "0.3,0.6,1.5", seed: int = 0, spinning: bool = False, out: Path | None = None
+) -> None:
     """A table on stderr, one line of JSON on stdout, and in `out`."""
     use_threads(1)
     quiet_libraries()
-    config = SimulatedConfig(num_requests=requests, loads=tuple(map(float, loads.split(","))), seed=seed)
+    config = SimulatedConfig(
+        num_requests=requests, loads=tuple(map(float, loads.split(","))), seed=seed, spinning=spinning
+    )
     facts = measure(config, lambda line: err.print(line, markup=False))
     for line in (table_head(), *map(table_line, facts["runs"])):
         err.print(line, markup=False)

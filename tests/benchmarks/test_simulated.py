@@ -62,4 +62,4 @@ def row(run: dict[str, Any]) -> tuple[str, ...]:
     served = f"{real['throughput']:.2f}, {found['throughput']:.2f}"
     median, late = (f"{real[name]:.2f}, {found[name]:.2f}" for name in ("ttft_s", "ttft_p95_s"))
     apart = f"{off['throughput']:+.0%}, {off['ttft_s']:+.0%}"
-    return (run["mode"], f"{run['rate']:.2f}", served, median, late, apart, f"{run['others']:.1f}")
+    return (run["mode"], f"{run['rate']:.2f}", served, median, late, apart)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import RedisServer, TalkingServer, TcpProxy, running_redis
@@ -80,6 +81,30 @@ def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_t
             assert_same(kv, expected)
     time.sleep(0.5)
     assert values.calls.count("get") <= 24
+    store.close()
+
+
+def test_what_arrived_lately_costs_the_next_request_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy process has thousands of chunks that came in the last seconds: each `get` looks at one of them, and lets
+    go of all that are old."""
+
+    class Watched(dict[str, Any]):
+        num_looked_at = 0
+
+        def items(self) -> Any:
+            for item in super().items():
+                self.num_looked_at += 1
+                yield item
+
+    store = RemoteStore(DictValues())
+    store._flights = flights = Watched()
+    for seed in range(500):
+        assert store.get(f"{seed:032x}") is None
+    assert (len(flights), flights.num_looked_at) == (500, 499)
+    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    time.sleep(0.01)
+    assert store.get("f" * 32) is None
+    assert list(flights) == ["f" * 32]
     store.close()
 
 

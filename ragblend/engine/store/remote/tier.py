@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
@@ -163,9 +164,7 @@ class RemoteStore:
         """The fetch of `key`, started unless it is under way already; None while the breaker keeps it away."""
         now_s = monotonic()
         with self._lock:
-            for other, flight in list(self._flights.items()):
-                if flight.future.done() and now_s - flight.started_s > LINGER_S:
-                    del self._flights[other]
+            self._drop_arrived(now_s)
             if (known := self._flights.get(key)) is not None:
                 return known
             if self.breaker.is_closed:
@@ -174,6 +173,12 @@ class RemoteStore:
                 return flight
         self._probe_when_due()
         return None
+
+    def _drop_arrived(self, now_s: float) -> None:
+        """Let go of what came long enough ago. Flights lie in the order they started: the first young one ends it."""
+        old = takewhile(lambda each: now_s - each[1].started_s > LINGER_S, self._flights.items())
+        for key in [key for key, flight in old if flight.future.done()]:
+            del self._flights[key]
 
     def _arrival(self, key: str, flight: _Flight, until_s: float) -> MemoryKV | None:
         try:
