@@ -1,6 +1,6 @@
 """What a store of a million entries takes for each of them, beside one of ten thousand: disk and Redis.
 
-    python -m benchmarks.many_entries --out data/results/many-entries.json
+    python -m benchmarks.many_entries --place disk --out data/results/many-entries-disk.json
 
 Entries are small (KV of 8 tokens, 2 layers, 1 head of 16 in bfloat16: 1 KiB, and a header), so that what is timed is
 the store's own work and not bytes. One store grows through the counts and is measured at each. `put` on disk is with
