@@ -5,6 +5,7 @@ Whatever takes time is a job at the desk; its events go out as they come (server
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _BODY_BYTES = 1 << 18  # of a question with what surrounds it
+_REST_BYTES, _REST_S = 1 << 28, 10  # of a body that is too large, read before it is said
 _KILLED = 130
 _STOP_S = 5  # for answers that are still going out when the server ends
 
@@ -73,9 +75,10 @@ def make_app(settings: Settings, open_: Open, find: Find, desk: Desk, host: str 
 
     async def upload(request: Request) -> Response:
         with Upload(uploads_folder(settings.index), request.query_params.get("name", ""), settings.max_file_mib) as to:
-            to.expect(int(request.headers.get("content-length") or 0))
-            async for data in request.stream():
-                to.add(data)
+            async with _whole(request) as parts:
+                to.expect(int(request.headers.get("content-length") or 0))
+                async for data in parts:
+                    to.add(data)
             await run_in_threadpool(to.keep)
         return JSONResponse({"name": request.query_params["name"]}, 201)
 
@@ -175,13 +178,32 @@ def _close(desk: Desk, room: Room) -> None:
 # -- requests and answers
 
 
+@asynccontextmanager
+async def _whole(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The request's body, part by part. What is too large is read on for a while and let go: a socket that is closed
+    with bytes in it is reset, and the client, which still sends, would never see the answer that says why."""
+    parts = request.stream()
+    try:
+        yield parts
+    except TooLargeError:
+        num_bytes = 0
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(_REST_S):
+                async for part in parts:
+                    num_bytes += len(part)
+                    if num_bytes > _REST_BYTES:
+                        break
+        raise
+
+
 async def _body(request: Request) -> dict[str, Any]:
     """The JSON object in a request; UsageError for anything else."""
     data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > _BODY_BYTES:
-            raise TooLargeError(f"this is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
+    async with _whole(request) as parts:
+        async for part in parts:
+            data += part
+            if len(data) > _BODY_BYTES:
+                raise TooLargeError(f"this is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
     try:
         found = json.loads(data)
     except ValueError as error:

@@ -159,6 +159,14 @@ def test_a_file_beyond_the_limit_leaves_nothing_whether_its_size_was_said_or_not
     assert empty.upload("fits.txt", data[:-1]).status_code == 201
 
 
+def test_who_sends_far_too_much_is_told_so_all_the_same(empty: Site) -> None:
+    """The answer comes before the body has been sent: one that is not read to its end would be reset with it."""
+    for _ in range(5):
+        reply = empty.upload("big.txt", bytes(48 << 20))
+        assert (reply.status_code, "RAGBLEND_MAX_FILE_MIB" in reply.json()["error"]) == (413, True)
+    assert empty.client.post("/ask", content=bytes(48 << 20)).status_code == 413
+
+
 @pytest.mark.parametrize(
     "name", ["../out.md", "a/b.md", "a\\b.md", "/etc/passwd", "..", ".hidden", "", " ", "a\nb.md", "a\0b", "x" * 201]
 )
