@@ -12,8 +12,6 @@ import logging
 import weakref
 from typing import Any, NamedTuple
 
-from ragblend.engine.vllm.tracing import trace_reports
-
 # At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch
 # when they are collected, and collected while a later engine in this process compiles they break what that one traces.
 _loaded: list[weakref.ref[Any]] = []
@@ -44,7 +42,6 @@ def weight_updates() -> WeightUpdates:
 def register() -> None:
     """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
     log_as_vllm()
-    trace_reports()
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.load_model
