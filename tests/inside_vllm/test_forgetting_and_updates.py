@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from harness import ask, ask_all, connector_worker, ingest, random_ids, report, tokens
+from harness import engine as running_vllm
 from safetensors.torch import load_file, save_file
 from served import start_demo
 from servers import HttpServer, RedisServer, free_port, running_redis
@@ -190,17 +192,15 @@ def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
     engine.flush()
     stored, counted = one.stored(), one.counted("chunk_hits", "reused_tokens", "load_seconds", "ingested_chunks")
     before = engine.generate(prompt, mode="full", max_tokens=8)
-    new = other_weights(tmp_path / "new")
-    one.rpc("reload_weights", weights_path=str(new))
+    one.rpc("reload_weights", weights_path=str(other_weights(tmp_path / "new")))
     one.post("/reset_prefix_cache")
-    with load_engine(str(new), backend="transformers") as plain:
-        expected = plain.generate(prompt, mode="full", max_tokens=8)
-    assert expected.token_ids != before.token_ids
     # The scheduler hears of the update with the first request's step: what the workers got until then, they refuse.
-    for mode in ("blend", "reuse", "blend", "prefix", "full"):
-        answer = engine.generate(prompt, mode=mode, max_tokens=8)
-        assert (answer.token_ids, answer.report.num_chunk_hits) == (expected.token_ids, 0)
+    modes = ("blend", "reuse", "prefix", "full")
+    answers = {mode: engine.generate(prompt, mode=mode, max_tokens=8) for mode in modes}
+    for mode, answer in answers.items():
+        assert (answer.token_ids, answer.report.num_chunk_hits) == (answers["full"].token_ids, 0)
         assert ("weights were updated" in answer.report.refused_reason) == (mode in ("blend", "reuse"))
+    assert answers["full"].token_ids != before.token_ids
     with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* until vLLM is started"):
         engine.precompute("Nobody has stored this.")
     one.rpc("reload_weights", weights_path=str(find_checkpoint("demo").path))
@@ -220,13 +220,53 @@ def test_a_restart_reuses_again(replicas: tuple[Replica, Replica], clients: Call
     assert hits(clients(one), TEXTS[0]) == 1
 
 
+def test_after_an_update_answers_are_those_of_vllm_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new, ids = other_weights(tmp_path / "new"), random_ids(60, 1)
+    prompt, spans = [*ids, *random_ids(6, 2)], [[4, 32], [32, 60]]
+    update = {"kwargs": {"weights_path": str(new)}}
+    with running_vllm(WEIGHTS, None) as llm:
+        old = tokens(ask(llm, prompt))
+        llm.collective_rpc("reload_weights", **update)
+        llm.reset_prefix_cache()
+        expected = tokens(ask(llm, prompt))
+    assert expected != old
+    asked: list[dict[str, Any]] = [{"mode": mode, "ratio": 0.5, "spans": spans} for mode in ("blend", "blend", "full")]
+    asked += [{"mode": "reuse", "spans": spans}, {"mode": "ingest", "spans": [[4, 40]]}]
+    with running_vllm(WEIGHTS, tmp_path / "kv", {"slice_tokens": 4}) as llm:
+        for start, end in spans:
+            ingest(llm, ids[:4], ids[start:end])
+        assert report(ask(llm, prompt, asked[0]))["num_chunk_hits"] == 2
+        stored = set(DiskStore(tmp_path / "kv").keys())
+        worker, num_under_way = connector_worker(), []
+        run_slice = worker.run_slice
+
+        def updating(*told: Any) -> Any:
+            finished = run_slice(*told)
+            if worker._jobs and not num_under_way:
+                num_under_way.append(len(worker._jobs))
+                llm.collective_rpc("reload_weights", **update)
+                llm.reset_prefix_cache()
+            return finished
+
+        worker.run_slice = updating
+        for _ in range(2):
+            answers = ask_all(llm, [(prompt, params) for params in asked if num_under_way or params["mode"] == "blend"])
+            for answer in answers:
+                assert tokens(answer) == expected
+                assert (report(answer)["num_chunk_hits"], report(answer)["num_reused_tokens"]) == (0, 0)
+        assert num_under_way == [2]
+        assert set(DiskStore(tmp_path / "kv").keys()) == stored
+    (line,) = (record for record in caplog.records if "weights were updated" in record.getMessage())
+    assert line.levelname == "WARNING"
+
+
 def other_weights(target: Path) -> Path:
-    """The demo model with noise on its weights."""
+    """The demo model with noise on its weights: another answer."""
     target.mkdir()
     torch.manual_seed(0)
     for path in WEIGHTS.iterdir():
         if path.suffix == ".safetensors":
-            noisy = {name: each + 0.05 * torch.randn_like(each) for name, each in load_file(path).items()}
+            noisy = {name: each + 0.1 * torch.randn_like(each) for name, each in load_file(path).items()}
             save_file(noisy, target / path.name, metadata={"format": "pt"})
         elif path.is_file():
             (target / path.name).write_bytes(path.read_bytes())
