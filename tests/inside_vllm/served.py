@@ -11,7 +11,13 @@ from pathlib import Path
 from servers import HttpServer, free_port
 
 # What the tests set for engines in their own process, or a user for a server of theirs.
-_NOT_PASSED_ON = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
+_NOT_PASSED_ON = (
+    "VLLM_PLUGINS",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_API_KEY",
+    "RAGBLEND_API_KEY",
+)
 
 
 def environment(**own: str) -> dict[str, str]:

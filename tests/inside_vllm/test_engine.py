@@ -233,7 +233,8 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
     (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("notices"))
     assert "the store holds KV behind another prefix, none behind this one ('Be brief.')" in line
-    assert f"ragblend precompute --model demo --store {store} --system 'Be brief.'" in line
+    assert f"ragblend precompute {engine.flags} --system 'Be brief.'" in line
+    assert f"--store {store}" in engine.flags
 
 
 def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:
