@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import tiers_of
-from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import TokenizedPrompt
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Notices:
         local = [tier for tier in tiers if isinstance(tier, DiskStore | MemoryStore)]
         try:
             headers = list(islice(chain.from_iterable(tier.headers() for tier in local), NUM_HEADERS))
-        except (RagblendError, OSError):  # the answer is out; what is only good to know may not spoil it
+        except OSError:  # the answer is out; what is only good to know may not spoil it
             return None
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
         if local and not headers:
@@ -78,15 +77,17 @@ class Notices:
 
     def _facts(self) -> dict[str, str]:
         """What the warnings name: model, system text, and what to type; where no flags are known, what to call."""
-        engine, called = self._engine, "ragblend.precompute.precompute_documents(documents, llm)"
-        described, flags = "no system text", engine.flags
+        engine, system, flag = self._engine, "no system text", ""
         if engine.system is not None:
-            described = repr(shorten(engine.system, 60, placeholder="..."))
-            quoted = shlex.quote(engine.system) if engine.system.isprintable() else '"$(cat FILE)"'
-            flags += f" --system {quoted}"
+            system = repr(shorten(engine.system, 60, placeholder="..."))
+            flag = (
+                f" --system {shlex.quote(engine.system)}" if engine.system.isprintable() else ' --system "$(cat FILE)"'
+            )
+        called = "ragblend.precompute.precompute_documents(documents, llm)"
+        typed = f"{engine.flags}{flag}, or from Python {called}" if engine.flags else ""
         return {
             "model": f"{engine.name} in {engine.namespace!r}" if engine.namespace else engine.name,
-            "system": described,
-            "ingest": f"ragblend ingest DOCS {flags}, or from Python {called}" if engine.flags else called,
-            "precompute": f"ragblend precompute {flags}, or from Python {called}" if engine.flags else called,
+            "system": system,
+            "ingest": f"ragblend ingest DOCS {typed}" if typed else called,
+            "precompute": f"ragblend precompute {typed}" if typed else called,
         }
