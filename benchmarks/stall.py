@@ -163,7 +163,7 @@ def main(
     chunks: int = 3,
     chunk_tokens: int = 128,
     read_s: float = 0.2,
-    rule: str = "repair",
+    rule: str = "cacheblend",
     threads: int = 1,
     repeats: int = 3,
     alone_s: float = 8.0,

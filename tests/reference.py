@@ -149,24 +149,23 @@ class Reference:
 
     def ask(
         self, ids: list[int], fresh: list[int], queries: list[int], keys: list[Tensor], values: list[Tensor], depth: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> list[Tensor]:
         """Run `fresh` positions through layers 0 .. depth over the KV given, which stays as it is.
 
-        Per layer, the `queries`' rotated q [Q, heads, D] and attention probabilities [Q, heads, T].
+        Per layer, the `queries`' attention probabilities [Q, heads, T].
         """
-        hidden, asked, seen = self.decoder.embed_tokens(torch.tensor(ids)[fresh]), [], []
+        hidden, seen = self.decoder.embed_tokens(torch.tensor(ids)[fresh]), []
         for layer in range(depth + 1):
             layer_keys, layer_values = keys[layer].clone(), values[layer].clone()
             q, k, v = self.project(layer, hidden)
             q = self.rope(layer, q, fresh)
             layer_keys[fresh], layer_values[fresh] = self.rope(layer, k, fresh), v
-            asked.append(q[[fresh.index(position) for position in queries]])
             rows = [q[fresh.index(position)] for position in queries]
             met, _ = self.heads(layer, layer_keys, layer_values)
             seen.append(torch.stack([self.weights(layer, *row, met) for row in zip(rows, queries, strict=True)]))
             keys[layer][fresh], values[layer][fresh] = layer_keys[fresh], layer_values[fresh]
             hidden = self.finish(layer, hidden, q, fresh, layer_keys, layer_values)
-        return asked, seen
+        return seen
 
     def weights(self, layer: int, q: Tensor, position: int, keys: Tensor) -> Tensor:
         """Attention probabilities [heads, T] of one query [heads, D], zero behind it and before its window."""
@@ -193,32 +192,14 @@ class Reference:
             outputs.append(torch.einsum("ht,thd->hd", weights, values[: position + 1].repeat_interleave(group, 1)))
         return torch.stack(outputs)
 
-    def repair(
-        self,
-        layer: int,
-        q: Tensor,
-        queries: list[int],
-        keys: Tensor,
-        values: Tensor,
-        position: int,
-        k: Tensor,
-        v: Tensor,
-    ) -> float:
-        """Squared change of the queries' attention output when one token's KV is replaced, by doing it."""
-        new_keys, new_values = keys.clone(), values.clone()
-        new_keys[position], new_values[position] = k, v
-        change = self.output(layer, q, queries, new_keys, new_values) - self.output(layer, q, queries, keys, values)
-        return float(change.pow(2).sum(-1).mean(0).sum())
-
     @torch.no_grad()
     def blend(
         self,
         spans: list[Span],
         shares: dict[int, float],
         deviation: str = "v",
-        narrow: float = 1.0,
         avoid: Sequence[int] = (),
-        read: Sequence[int] = (1,),
+        read: Sequence[int] = (),
         question: int | None = None,
         told: Sequence[int] | None = None,
         carry: float = 0.0,
@@ -226,11 +207,11 @@ class Reference:
     ) -> Blended:
         """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
 
-        `deviation`: v, k; or repair, which asks the question at the layers `read`. Then only the share `narrow` of the
-        stored tokens, the most attended, runs up to the check. `avoid`: chosen last. The question starts at `question`,
-        or behind the last stored token. `told`: the tokens to recompute are these, nothing is measured. `carry`: from
-        layer 1 on the others' stored KV moves by this share of what those tell, keys before RoPE (see `told_by`); alike
-        are tokens whose values are at two fifths of the depth, or at layer `deepest`, if the question got no further.
+        `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses what it attends to before
+        layer 0, those in `avoid` last. The question starts at `question`, or behind the last stored token. `told`: the
+        tokens to recompute are these, nothing is measured. `carry`: from layer 1 on the others' stored KV moves by this
+        share of what those tell, keys before RoPE (see `told_by`); alike are tokens whose values are at two fifths of
+        the depth, or at layer `deepest`, if the question got no further.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -258,21 +239,16 @@ class Reference:
         if told is None and not any(shares.values()):
             candidates = set()
 
-        attention: dict[int, float] = {}
-        stale = [(keys[layer].clone(), values[layer].clone()) for layer in range(self.num_layers)]
-        if deviation == "repair" and candidates and any(share < 1 for share in shares.values()):
+        if deviation == "ask" and candidates and shares[0] < 1:
+            stale = [(keys[layer].clone(), values[layer].clone()) for layer in range(self.num_layers)]
             end = max(
                 end for end, span in zip(accumulate(len(s.ids) for s in spans), spans, strict=True) if span.stored
             )
             queries = list(range(min(end if question is None else question, last), len(ids)))
-            asked, seen = self.ask(
-                ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read)
-            )
+            seen = self.ask(ids, sorted(computed), queries, [k for k, _ in stale], [v for _, v in stale], max(read))
             mass = torch.stack([seen[layer].mean(dim=(0, 1)) for layer in read]).mean(0)
-            attention = {position: float(mass[position]) for position in candidates}
-            count = max(math.ceil(round(max(narrow, *shares.values()) * num_stored, 6)), 0)
-            order = sorted(candidates, key=lambda position: (position in avoid, -attention[position]))
-            candidates = set(order[:count])
+            order = sorted(candidates, key=lambda position: (position in avoid, -float(mass[position])))
+            told = order[: math.ceil(round(shares[0] * num_stored, 6))]
 
         kept = [] if told is None else sorted(candidates.difference(told))
         if carry and kept and told:
@@ -297,19 +273,8 @@ class Reference:
                     for row, position in enumerate(running)
                     if position in candidates
                 }
-                if deviation == "repair":
-                    effects = {
-                        position: self.repair(layer, asked[layer], queries, *stale[layer], position, k[row], v[row])
-                        for row, position in enumerate(running)
-                        if position in candidates
-                    }
-                    moved, seen_by_all = sum(effects.values()), sum(attention[position] for position in effects)
-                    drift = {
-                        position: effect / moved + 0.1 * attention[position] / seen_by_all
-                        for position, effect in effects.items()
-                    }
                 count = min(len(drift), math.ceil(round(shares[layer] * num_stored, 6)))
-                order = sorted(drift, key=lambda position: (position in avoid, -drift[position]))
+                order = sorted(drift, key=lambda position: -drift[position])
                 candidates = set(order[:count])
                 rows = [row for row, position in enumerate(running) if position in candidates | computed]
                 running = [running[row] for row in rows]

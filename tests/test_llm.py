@@ -242,10 +242,10 @@ def test_system_opens_prompts_that_have_none() -> None:
 
 
 def test_settings_reach_the_engine_and_calls_override_them() -> None:
-    chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="first_k", seed=1)
+    chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="random", seed=1)
     chat.invoke("Q")
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
-    first = {"mode": "reuse", "rule": "first_k", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
+    first = {"mode": "reuse", "rule": "random", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
     assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
 

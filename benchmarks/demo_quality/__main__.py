@@ -31,7 +31,7 @@ def main(
     context_tokens: Annotated[int, typer.Option("--context-tokens", help="Prefix and chunks, about.")] = 256,
     rules: Annotated[str | None, typer.Option("--rules", help="Comma-separated: auto, cacheblend, ...")] = None,
     controls: Annotated[
-        str | None, typer.Option("--controls", help="Rules that get a share of the questions: random, first_k, ...")
+        str | None, typer.Option("--controls", help="Rules that get a share of the questions: random, ...")
     ] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Comma-separated shares, 0 to 1.")] = None,
     budgets: Annotated[

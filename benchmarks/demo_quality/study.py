@@ -51,7 +51,7 @@ from tools.demo_model.questions import KINDS
 SCHEMA_VERSION = 2
 MIN_CHUNKS, MIN_CHUNK_TOKENS = 4, 16
 RULES = ("auto", "cacheblend", "cacheblend_k")
-CONTROLS = ("cacheblend_gradual", "first_k", "random", "position")
+CONTROLS = ("random",)
 RATIOS = (0.05, 0.075, 0.10, 0.15)
 BUDGETS = (0.025, 0.05, 0.10, 0.15, 0.20)
 ORDER_RULES = ("auto", "cacheblend", "cacheblend_k")

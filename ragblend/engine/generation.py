@@ -20,7 +20,6 @@ from torch import Tensor
 from ragblend.engine.decoding import Sampler, StopScanner
 from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.rules import Check
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import Fit
 from ragblend.errors import RagblendError
@@ -45,7 +44,6 @@ class Conversation:
 class Options(GenerationKeywords, total=False):
     """Keyword arguments of the transformers engine's `generate`, `stream` and `request`; see there."""
 
-    checks: Sequence[Check] | None
     conversation: Conversation | None
 
 
@@ -73,7 +71,6 @@ class Request:
     rule: str
     ratio: float
     options: GenerationOptions
-    checks: tuple[Check, ...] | None = None
     conversation: Conversation | None = None
     fit: Fit | None = None  # what was calibrated for the prompt's prefix and the rule
     adapts: bool = False  # no ratio was asked for: `ratio` is the least, to be raised where recompute costs no time
@@ -82,7 +79,7 @@ class Request:
     @property
     def calibrated(self) -> Fit | None:
         """The fit, if it is of the rule that this request runs."""
-        applies = self.fit is not None and self.checks is None and self.rule in ("auto", self.fit.rule)
+        applies = self.fit is not None and self.rule in ("auto", self.fit.rule)
         return self.fit if applies else None
 
     def predicted_agreement(self, ratio: float) -> float | None:

@@ -210,7 +210,7 @@ def record(**changes: float) -> Record:
 
 def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one() -> None:
     full, reuse = Asked("full", "none", 1.0), Asked("reuse", "none", 0.0)
-    blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "first_k", 0.15)
+    blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "random", 0.15)
     records = {
         full: [record(gold_loss=1.0, rouge_l=math.nan) for _ in range(4)],
         reuse: [record(gold_loss=3.0 + n / 10, rouge_l=math.nan) for n in range(4)],
@@ -221,9 +221,9 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
     assert runs["cacheblend"]["recovered_gold_loss"] == pytest.approx(1.15 / 2.15)
     assert runs["cacheblend"]["recovered_token_f1"] is None
     assert runs["cacheblend"]["rouge_l"] is None
-    assert runs["first_k"]["gold_loss_over_base"][0] == pytest.approx(0.15)
-    assert runs["first_k"]["gold_loss_over_equal"]["cacheblend"][0] == pytest.approx(0.15)
-    assert list(runs["first_k"]["gold_loss_over_equal"]) == ["cacheblend"]
+    assert runs["random"]["gold_loss_over_base"][0] == pytest.approx(0.15)
+    assert runs["random"]["gold_loss_over_equal"]["cacheblend"][0] == pytest.approx(0.15)
+    assert list(runs["random"]["gold_loss_over_equal"]) == ["cacheblend"]
     assert "gold_loss_over_equal" not in runs["cacheblend"]
     assert json.loads(json.dumps(summarise(records, [""] * 4), allow_nan=False))
     assert summarise({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
@@ -318,14 +318,14 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     ran = CliRunner().invoke(
         app,
         ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--part", "all", "--chunks", "3", "--chunk-tokens",
-         "20", "--rules", "first_k", "--budget", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
+         "20", "--rules", "random", "--budget", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
          str(tmp_path / "p.png"), "--json"],
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])
     assert str(tmp_path) not in json.dumps(facts)
     assert [(run["mode"], run["rule"], run["budget"]) for run in facts["runs"]] == [
-        ("full", "none", None), ("reuse", "none", None), ("blend", "first_k", 0.1)
+        ("full", "none", None), ("reuse", "none", None), ("blend", "random", 0.1)
     ]  # fmt: skip
     assert {run["num_questions"] for run in facts["runs"]} == {3}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -32,15 +32,15 @@ RUN_KEYS = {
 
 
 def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: None, **changes: Any) -> dict[str, Any]:
-    small = {**SMALL, "rules": ("cacheblend", "first_k"), "threads": 1, "repeats": 1, "num_prompts": 1}
+    small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1}
     return bench_ttft(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_all_modes_run_side_by_side_on_the_same_prompts(tier: str) -> None:
-    result = run_ttft(TtftConfig(**SMALL, tier=tier, rules=("cacheblend", "first_k")))
+    result = run_ttft(TtftConfig(**SMALL, tier=tier, rules=("cacheblend", "random")))
     assert [(run.mode, run.rule) for run in result.runs] == [
-        ("full", "none"), ("prefix", "none"), ("reuse", "none"), ("blend", "cacheblend"), ("blend", "first_k"),
+        ("full", "none"), ("prefix", "none"), ("reuse", "none"), ("blend", "cacheblend"), ("blend", "random"),
     ]  # fmt: skip
     for run in result.runs:
         assert run.num_samples == 4
@@ -51,15 +51,15 @@ def test_all_modes_run_side_by_side_on_the_same_prompts(tier: str) -> None:
 
 
 def test_charged_budgets_are_the_formulas() -> None:
-    result = run_ttft(TtftConfig(**SMALL, ratio=0.25, rules=("cacheblend", "first_k")))
-    full, prefix, reuse, blend, first_k = result.runs
+    result = run_ttft(TtftConfig(**SMALL, ratio=0.25, rules=("cacheblend", "random")))
+    full, prefix, reuse, blend, chosen = result.runs
     layers = SHAPES["tiny"].num_layers
     total = NUM_CHUNKS * CHUNK_TOKENS
     candidates, kept = total - CHUNK_TOKENS, total // 4  # the chunk behind its own prefix is exact
     assert (full.charged_budget, full.limit) == (1.0, 1.0)
     assert prefix.charged_budget == pytest.approx(candidates / total)
     assert (reuse.charged_budget, reuse.limit) == (0.0, None)
-    assert first_k.charged_budget == pytest.approx(0.25)
+    assert chosen.charged_budget == pytest.approx(0.25)
     # All candidates run layer 0, and layer 1 as far as their keys and values; then a quarter goes on.
     kv_share = 64 * 64 / (64 * 64 * 3 + 3 * 64 * 128 + 2 * 64)
     assert blend.charged_budget == pytest.approx(
@@ -93,9 +93,9 @@ def test_without_full_prefill_there_is_no_speedup() -> None:
 
 
 def test_blend_runs_once_per_rule_and_the_other_modes_once() -> None:
-    config = TtftConfig(**SMALL, modes=("blend", "full", "full"), rules=("first_k", "auto", "first_k"))
+    config = TtftConfig(**SMALL, modes=("blend", "full", "full"), rules=("random", "auto", "random"))
     assert [case.mode for case in config.cases] == ["blend", "blend", "full"]
-    assert config.cases[0].rule == "first_k"
+    assert config.cases[0].rule == "random"
 
 
 def test_the_json_object_has_the_documented_keys_and_no_path(tmp_path: Path) -> None:

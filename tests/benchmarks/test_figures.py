@@ -89,7 +89,7 @@ def test_ratios_are_lines_and_what_has_none_is_a_level(tmp_path: Path) -> None:
 def test_chunk_lengths_are_measured_one_after_the_other(tmp_path: Path, own: Path) -> None:
     facts = drawn(
         16, tmp_path, "--data", str(own), "--part", "all", "--chunks", "3", "--chunk-tokens", "40,20", "--rules",
-        "first_k", "--ratios", "0.1,0.3",
+        "random", "--ratios", "0.1,0.3",
     )  # fmt: skip
     assert (facts["config"]["chunk_tokens"], facts["num_questions"]) == ([40, 20], [3, 3])
     per_length = {length: [run for run in facts["runs"] if run["chunk_tokens"] == length] for length in (40, 20)}
@@ -101,7 +101,7 @@ def test_chunk_lengths_are_measured_one_after_the_other(tmp_path: Path, own: Pat
     axes = Figure().add_subplot()
     plot_panel(axes, Panel("chunk_tokens", "first_token_kl", ""), facts["runs"])
     lines = {bars.get_label(): bars[0] for bars in axes.containers}
-    assert set(lines) == {"reuse", "first_k 10%", "first_k 30%"}  # a line per ratio; full prefill is no distance
+    assert set(lines) == {"reuse", "random 10%", "random 30%"}  # a line per ratio; full prefill is no distance
     assert all([*line.get_xdata()] == [20, 40] for line in lines.values())
 
 

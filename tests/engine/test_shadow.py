@@ -209,7 +209,7 @@ def found_after(gate: threading.Event) -> ShadowReport:
 
 def test_beyond_a_few_waiting_ones_requests_are_left_out_and_counted(gate):
     shadow = Shadow(1.0)
-    reports = [BlendReport("blend", "repair", 0.15) for _ in range(MAX_WAITING + 3)]
+    reports = [BlendReport("blend", "ask", 0.15) for _ in range(MAX_WAITING + 3)]
     for report in reports:
         shadow.consider(lambda: found_after(gate), report)
     gate.set()
@@ -228,7 +228,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
         started.set()
         return found_after(gate)
 
-    reports = [BlendReport("blend", "repair", 0.15) for _ in range(3)]
+    reports = [BlendReport("blend", "ask", 0.15) for _ in range(3)]
     for report in reports:
         shadow.consider(compare, report)
     assert started.wait(60)
@@ -239,7 +239,7 @@ def test_closing_drops_what_waits_and_finishes_what_runs(gate):
     assert not closing.is_alive()
     assert reports[0].shadow is not None
     assert reports[2].shadow is None
-    shadow.consider(compare, BlendReport("blend", "repair", 0.15))  # an answer that ended after the engine did
+    shadow.consider(compare, BlendReport("blend", "ask", 0.15))  # an answer that ended after the engine did
     assert shadow.counters.num_dropped == 1
     shadow.flush()
 

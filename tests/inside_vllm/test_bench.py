@@ -22,7 +22,7 @@ PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk,
 def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
     config = TtftConfig(
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
-        rules=("cacheblend", "first_k"), threads=1, repeats=1, num_prompts=2, tier="disk", store=tmp_path / "kv",
+        rules=("cacheblend", "random"), threads=1, repeats=1, num_prompts=2, tier="disk", store=tmp_path / "kv",
         backend="vllm",
     )  # fmt: skip
     found = bench_ttft(config, echo=lambda line: None)
@@ -31,7 +31,7 @@ def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
     assert (found["command"], found["model"], found["config"]["backend"]) == ("bench ttft", "llama-1m", "vllm")
     assert found["hardware"]["vllm"]
     assert found["prompt_tokens"] == PREFIX + 3 * CHUNK + 8
-    full, prefix, reuse, cacheblend, first_k = found["runs"]
+    full, prefix, reuse, cacheblend, chosen = found["runs"]
     assert [run["mode"] for run in found["runs"]] == ["full", "prefix", "reuse", "blend", "blend"]
     assert full["charged_budget"] == 1.0
     # The first chunk was first before, the others were not; vLLM caches whole blocks.
@@ -39,8 +39,8 @@ def test_ttft_runs_every_mode_on_vllm(tmp_path: Path) -> None:
     assert prefix["charged_budget"] == pytest.approx(1 - cached / (3 * CHUNK))
     assert 0 < reuse["charged_budget"] < 1 / 4  # layer 0's keys and values of four layers: computed, not read
     assert reuse["num_recomputed_tokens"] == 0
-    assert (cacheblend["rule"], first_k["rule"]) == ("cacheblend", "first_k")
-    assert cacheblend["num_recomputed_tokens"] == first_k["num_recomputed_tokens"] == 3 * CHUNK // 4
+    assert (cacheblend["rule"], chosen["rule"]) == ("cacheblend", "random")
+    assert cacheblend["num_recomputed_tokens"] == chosen["num_recomputed_tokens"] == 3 * CHUNK // 4
     assert reuse["load_s"] > 0
     assert len(list((tmp_path / "kv").rglob("*.safetensors"))) == 3
 

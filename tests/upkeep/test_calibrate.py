@@ -22,8 +22,8 @@ from ragblend.cli.calibrate import facts_of, lines_of
 from ragblend.demo.corpus import questions_about, sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
 from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.rules import DEFAULT as AUTO
 from ragblend.engine.fusion.rules import FALLBACK
-from ragblend.engine.fusion.rules import SHALLOW as AUTO
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import (
@@ -149,7 +149,7 @@ def test_settings_start_with_what_is_used_uncalibrated() -> None:
     assert set(settings_for((AUTO, FALLBACK), (1, 2, 4), 5)) == {
         Setting(rule, layer) for rule in (AUTO, FALLBACK) for layer in (1, 2)
     }
-    assert settings_for(("first_k",), (1, 2, 4), 32) == (Setting("first_k", 1),)
+    assert settings_for(("random",), (1, 2, 4), 32) == (Setting("random", 1),)
     assert settings_for((FALLBACK, "auto"), (2, 4), 8)[0] == Setting(AUTO, 1)
     with pytest.raises(UsageError, match="magic"):
         settings_for(("magic",), (1,), 5)

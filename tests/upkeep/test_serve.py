@@ -53,11 +53,11 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
 def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) -> None:
     command = launch(
         "--max-model-len", "512", "--served-model-name", "mine",
-        store=str(tmp_path), ratio=0.3, rule="first_k", system="Be brief.", separator="<doc>",
+        store=str(tmp_path), ratio=0.3, rule="random", system="Be brief.", separator="<doc>",
         host="0.0.0.0", port=9001,
     ).command  # fmt: skip
     config = extra(command)
-    assert (config["ratio"], config["rule"], config["separator_ids"]) == (0.3, "first_k", [3])
+    assert (config["ratio"], config["rule"], config["separator_ids"]) == (0.3, "random", [3])
     assert "separator_end_ids" not in config
     assert len(config["prefix_ids"]) > 2
     assert (value(command, "--host"), value(command, "--port")) == ("0.0.0.0", "9001")

@@ -31,7 +31,7 @@ ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
 QuestionTokens = Annotated[int, Option("--question-tokens", min=1)]
 Ratio = Annotated[float, Option("--ratio", help="Share of chunk tokens that blend recomputes.")]
 Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Comma-separated: full, prefix, reuse, blend.")]
-Rules = Annotated[tuple[str, ...], Option("--rules", help="Comma-separated: auto, ask, cacheblend, first_k, ...")]
+Rules = Annotated[tuple[str, ...], Option("--rules", help="Comma-separated: auto, ask, cacheblend, ...")]
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
 Shape = Annotated[str, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
 ShapeOrModel = Annotated[str | None, Option("--shape", help="Random weights: llama-200m, llama-1b, ...")]
@@ -222,7 +222,7 @@ class LoadConfig(PromptConfig):
     """`bench load`: prompts of `num_chunks` chunks out of a store `store_factor` times the memory budget."""
 
     shape: Shape = DEFAULT_SHAPE
-    rule: Annotated[str, Option("--rule", help="auto, cacheblend, first_k, ...")] = "auto"
+    rule: Annotated[str, Option("--rule", help="auto, ask, cacheblend, ...")] = "auto"
     slowdowns: Annotated[
         tuple[float, ...],
         Option("--slowdowns", help="Throttled readers: T_load over T_recompute, comma-separated."),

@@ -43,10 +43,8 @@ def charge(rule: Rule, ratio: float, costs: Costs) -> float:
     checks = schedule(rule, ratio, costs.num_layers, check_layer=first_check(costs.global_layers))
     num_tokens, num_candidates = costs.num_chunk_tokens, costs.num_candidates
     kept = {c.layer: num_to_recompute(c.ratio, num_tokens, num_candidates) for c in checks if c.ratio < 1}
-    active = num_to_recompute(checks[0].ratio, num_tokens, num_candidates)
-    if rule.needs_deviation:
-        active = max(active, num_to_recompute(rule.candidates(checks[0].ratio), num_tokens, num_candidates))
-    asked = rule.probe_layers(checks, costs.num_layers, costs.global_layers) if checks[-1].ratio < 1 else ()
+    active = num_candidates if rule.needs_deviation else num_to_recompute(checks[0].ratio, num_tokens, num_candidates)
+    asked = rule.probe_layers(costs.num_layers, costs.global_layers) if checks[-1].ratio < 1 else ()
     rows, fixed = [], 0.0
     for layer in range(costs.num_layers):
         cost = float(costs.num_fresh) if asked and 0 < layer <= asked[-1] else 0.0

@@ -1,8 +1,7 @@
-"""Attention of scattered tokens; what a question attends to; what it would give if a stale token were repaired.
+"""Attention of scattered tokens, and what a question attends to: the evidence of the rule that asks it.
 
-The last two are the evidence of the rules that ask the question. Works on queries, keys and values that a layer has
-made and rotated.
-Knows tensors only: nothing about models, rules or storage.
+Works on queries, keys and values that a layer has made and rotated. Knows tensors only: nothing about models, rules or
+storage.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.store.kv import LayerKV
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.
@@ -181,57 +179,8 @@ def _attend(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
     return attend_rows(states[None], keys[None], values[None], rows, scale, sight, places)[0]
 
 
-def repair_effect(queries: Queries, stale: LayerKV, rows: Tensor, fresh: LayerKV) -> Tensor:
-    """How far the question's attention output moves when the token at `rows[i]` alone is repaired: [N] float32.
-
-    stale: the layer's whole KV [H, T, D]; fresh: the rows' own [H, N, D]; keys rotated. Squared L2, mean over queries,
-    summed over heads. Exact for one token at a time: with the token's attention a, its score moved by x, the rest of
-    the attention giving r on average and p = a e^x / (1 - a + a e^x), the output moves by p (v' - v) + (p - a) (v - r).
-    So V deviation, K deviation and attention count together, each as much as it matters to this question. A sink is one
-    more token, without a value.
-    """
-    old_keys, softcap, length = stale.keys[:, rows].float(), queries.sight.softcap, stale.keys.shape[1]
-    values, old, new = stale.values.float(), stale.values[:, rows].float(), fresh.values.float()
-    drift = new - old  # [H, N, D]
-    effect = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
-    for part, scores in _score_blocks(queries, stale.keys):
-        weights = scores.log_softmax(-1)  # [H, B, T]
-        log_a = weights[:, :, rows]
-        a = log_a.exp()
-        log_rest = torch.log1p(-a)
-        along, away = _project(weights[..., :length].exp() @ values, old, drift)
-        along, away = along / (1 - a), away / (1 - a).square()  # v - r = (v - o) / (1 - a), with o the output
-        # That loses its digits where a is nearly 1, which only a query's most attended token can be.
-        top = scores.argmax(-1, keepdim=True)
-        others = scores.scatter(-1, top, -torch.inf)
-        is_top = top == rows
-        log_rest_top = others.logsumexp(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)
-        along_top, away_top = _project(others.softmax(-1)[..., :length] @ values, old, drift)
-        log_rest = torch.where(is_top, log_rest_top, log_rest)
-        along, away = torch.where(is_top, along_top, along), torch.where(is_top, away_top, away)
-        if softcap is None:
-            moved = (part.float() @ (fresh.keys.float() - old_keys).transpose(1, 2)) * queries.scale
-        else:
-            after, before = (
-                (part.float() @ each.transpose(1, 2)).mul_(queries.scale / softcap).tanh_()
-                for each in (fresh.keys.float(), old_keys)
-            )
-            moved = (after - before) * softcap
-        p = (log_a - log_rest + moved).sigmoid()
-        norm = drift.square().sum(-1)[:, None]
-        effect += (p.square() * norm + 2 * p * (p - a) * along + (p - a).square() * away).sum(dim=(0, 1))
-    return effect / queries.states.shape[1]
-
-
-def _project(outputs: Tensor, old: Tensor, drift: Tensor) -> tuple[Tensor, Tensor]:
-    """(v' - v)(v - o) and |v - o|^2, [H, B, N] each, for `outputs` o [H, B, D] and values v [H, N, D] that drift."""
-    along = (drift * old).sum(-1)[:, None] - outputs @ drift.transpose(1, 2)
-    squares = old.square().sum(-1)[:, None] + outputs.square().sum(-1, keepdim=True)
-    return along, squares - 2 * outputs @ old.transpose(1, 2)
-
-
-def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries [H, B, D] of some rows, heads that share a KV head side by side, and their masked scores [H, B, T].
+def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[Tensor]:
+    """Masked scores [H, B, T] of some rows' queries, heads that share a KV head side by side.
 
     Where there are sinks, theirs is the last of T + 1 scores.
     """
@@ -257,7 +206,7 @@ def _score_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[Tensor, Tens
         if sinks is not None:
             each = sinks.float().view(keys.shape[0], groups, 1).expand(-1, -1, len(rows))
             scores = torch.cat((scores, each.reshape(*part.shape[:2], 1)), dim=-1)
-        yield part, scores
+        yield scores
 
 
 def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -270,7 +219,7 @@ def _weight_blocks(queries: Queries, keys: Tensor) -> Iterator[tuple[slice, slic
         mine = queries._replace(states=queries.states[theirs])
         if queries.sight.sinks is not None:
             mine = mine._replace(sight=queries.sight._replace(sinks=queries.sight.sinks[theirs]))
-        for part, scores in _score_blocks(mine, keys[heads]):
-            rows = slice(row, row + part.shape[1] // groups)
+        for scores in _score_blocks(mine, keys[heads]):
+            rows = slice(row, row + scores.shape[1] // groups)
             row = rows.stop
             yield heads, rows, scores.softmax(-1)[..., :length]

@@ -7,7 +7,7 @@ Read `fuse` first; everything else is one of its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from time import perf_counter
@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass, repair_effect
+from ragblend.engine.fusion.attention import Queries, attend_weighing, attention_mass
 from ragblend.engine.fusion.carry import Carrying, carrying, looked_at
 from ragblend.engine.fusion.plan import Fused, FusePlan
 from ragblend.engine.fusion.protocols import FusedLayers, LayerSource, LayerwiseModel, MovableSource, Told
@@ -52,8 +52,8 @@ def fuse(
 
     Fresh tokens (prefix, question, everything without stored KV) run through every layer. Of the tokens with
     stored KV, all that are candidates run up to the first check layer; there the rule keeps the share that the
-    check asks for, and only those go on. A rule that asks the question has the fresh tokens run ahead over stale
-    KV, as far as it reads, and sends only the most attended candidates to the check. Layer by layer, computed rows
+    check asks for, and only those go on; each later check keeps fewer of them. A rule that asks the question has the
+    fresh tokens run ahead over stale KV, as far as it reads, and chooses before layer 0. Layer by layer, computed rows
     replace stored ones, and each computed token attends to everything at or before its own position. Ratio 1.0 is
     therefore full prefill. A rule that carries has the candidates that are kept moved, before anybody attends to them,
     as the recomputed ones say (`carry`).
@@ -87,7 +87,7 @@ def fuse_steps(
             hidden, active = hidden[kept], active[kept]
             num_stale = int(known.mask[active].sum())
             measured = num_measured * model.kv_share
-            fixed_cost = fixed_cost or asked + measured
+            fixed_cost = fixed_cost or measured
         # Layer 0 is exact as stored.
         told = _carry(model, plan, layers, layer, active, known) if plan.carries and layer > 0 else None
         rows_per_layer.append(num_stale + asked + measured)
@@ -125,13 +125,11 @@ class _Known:
     """What is known about every token of the prompt before the first check. All tensors [T]."""
 
     mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
-    offsets: Tensor  # int64, place within the chunk
     chunks: Tensor  # int64, the placed chunk that it is in
     carry: Tensor  # float32, of how far others say that it moves: the share that it does where it is kept
     separators: Tensor  # bool, the chunks' template
     seed: int
     attention: Tensor | None = None  # float32, once the question was run ahead
-    queries: dict[int, Queries] = field(default_factory=dict)  # the question at the layers read then
     deviation: Tensor | None = None  # float32, once the first check measured it: see Fused
     select_s: float = 0.0  # seconds at the checks
     carrying: tuple[Tensor, Tensor, Carrying | None] | None = None  # the rows that ran last, who tells, and what of it
@@ -139,15 +137,14 @@ class _Known:
     def evidence(self, rows: Tensor) -> Evidence:
         """About the tokens at `rows` [N]."""
         attention = None if self.attention is None else self.attention[rows]
-        return Evidence(rows, self.offsets[rows], attention=attention, separators=self.separators[rows], seed=self.seed)
+        return Evidence(rows, attention=attention, separators=self.separators[rows], seed=self.seed)
 
 
 def _candidates(plan: FusePlan) -> _Known:
-    """Which rows may be replaced, and where in their chunk they are."""
+    """Which rows may be replaced, and which chunk they are in."""
     device = plan.token_ids.device
     is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
-    offsets = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
-    chunks = torch.zeros_like(offsets)
+    chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
     carry = torch.zeros(len(plan.token_ids), device=device)
     recomputes_all = plan.checks[-1].ratio >= 1
     for number, placement in enumerate(plan.placements):
@@ -156,11 +153,10 @@ def _candidates(plan: FusePlan) -> _Known:
         share = plan.rule.carry_in_context if placement.has_context else plan.rule.carry
         carry[placement.start : placement.end] = share
         chunks[placement.start : placement.end] = number
-        offsets[placement.start : placement.end] = torch.arange(placement.end - placement.start, device=device)
     if plan.wants_logits:
         is_candidate[-1] = False  # the last token is always computed: its logits are the answer
     separators = torch.zeros_like(is_candidate) if plan.separators is None else plan.separators
-    return _Known(is_candidate, offsets, chunks, carry, separators, plan.seed)
+    return _Known(is_candidate, chunks, carry, separators, plan.seed)
 
 
 def _fresh_rows(plan: FusePlan) -> Tensor:
@@ -209,21 +205,20 @@ def _probe(
     hidden = first = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
     seconds = 0.0
+
+    def watch(queries: Queries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
+        if values is None:
+            masses.append(attention_mass(queries.last(plan.num_queries), keys))
+            return None
+        output, mass = attend_weighing(queries, keys, values, plan.num_queries)
+        masses.append(mass)
+        return output
+
     for layer in range(plan.probe_layers[-1] + 1):
         if layers.ready is not None:
             yield layers.ready[layer]
         start_s = perf_counter()
         layers.wait(layer)
-
-        def watch(queries: Queries, keys: Tensor, values: Tensor | None = None, *, layer: int = layer) -> Tensor | None:
-            known.queries[layer] = queries.last(plan.num_queries)
-            if values is None:
-                masses.append(attention_mass(known.queries[layer], keys))
-                return None
-            output, mass = attend_weighing(queries, keys, values, plan.num_queries)
-            masses.append(mass)
-            return output
-
         hidden = model.run_layer_ahead(layer, hidden, rows, fused, watch if layer in plan.probe_layers else None)
         if layer == 0:
             first = hidden[rows < plan.end]
@@ -255,28 +250,14 @@ def _active_rows(plan: FusePlan, known: _Known) -> Tensor:
     """Positions [R] that run from layer 0 on: fresh tokens, and the candidates the first check still needs."""
     active = _fresh_rows(plan)
     active[plan.end :] = False
-    first = plan.checks[0]
+    ratio = plan.checks[0].ratio
     rows = known.mask.nonzero().flatten()
-    count = num_to_recompute(first.ratio, plan.num_chunk_tokens, len(rows))
-    if first.ratio >= 1:
-        active |= known.mask
-    elif count and not plan.rule.needs_deviation:
+    count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
+    if count and ratio < 1 and not plan.rule.needs_deviation:
         active[rows[_top(plan.rule.scores(known.evidence(rows)), count)]] = True
     elif count:
-        # Layer 0 is exact as stored, so only tokens that may be chosen need to run it.
-        share = num_to_recompute(plan.rule.candidates(first.ratio), plan.num_chunk_tokens, len(rows))
-        active[_most_attended(plan, known, rows, max(count, share))] = True
+        active |= known.mask
     return active.nonzero().flatten()
-
-
-def _most_attended(plan: FusePlan, known: _Known, rows: Tensor, count: int) -> Tensor:
-    """The `count` of the candidates `rows` [N] that the question attends to most; all of them without a probe."""
-    if known.attention is None or count >= len(rows):
-        return rows
-    attention = known.attention[rows]
-    if plan.rule.skips_separators:
-        attention = attention.masked_fill(known.separators[rows], -torch.inf)
-    return rows[_top(attention, count)]
 
 
 def _check(
@@ -303,13 +284,6 @@ def _check(
         known.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
         known.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
     evidence = replace(known.evidence(rows), key_deviation=deviations[0], value_deviation=deviations[1])
-    if layer in known.queries:
-        length = len(plan.token_ids)
-        stale = LayerKV(fused.keys(layer)[:, :length], fused.values(layer)[:, :length])
-        if model.attended is not None:
-            stale, fresh = model.attended(layer, stale), model.attended(layer, fresh)
-        effect = repair_effect(known.queries[layer], stale, rows, fresh)
-        evidence = replace(evidence, effect=effect if plan.sum_over_ranks is None else plan.sum_over_ranks(effect))
     chosen = _top(plan.rule.scores(evidence), num_to_recompute(ratio, plan.num_chunk_tokens, len(rows)))
     goes_on = ~known.mask[active]
     goes_on[candidate[chosen]] = True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.fusion.rules import Check, Rule, num_to_recompute
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, Check, Rule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 
 
@@ -94,13 +94,15 @@ class FusedKV:
 class FusePlan:
     """One prompt to fuse: its ids, the stored KV with its places, and how many rows at the front are there already.
 
+    Of several `checks`, layers ascend and ratios do not grow: each keeps a part of what the one before it kept, as in
+    CacheBlend's gradual filtering (section 4.3). Without rule and checks, all stored KV is kept.
     `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier turns).
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
-    rule: Rule
-    checks: tuple[Check, ...]  # see rules.schedule
+    rule: Rule = RULES["random"]
+    checks: tuple[Check, ...] = NO_RECOMPUTE
     num_resident: int = 0
     seed: int = 0
     num_fused: int | None = None  # tokens from here on are asked only: others compute them, and the logits. None: all

@@ -76,9 +76,6 @@ class LayerwiseModel(Protocol):
     def num_layers(self) -> int: ...
     @property
     def kv_share(self) -> float: ...  # share of one layer's parameters that makes K and V, for charged budgets
-    @property
-    def attended(self) -> Callable[[int, LayerKV], LayerKV] | None: ...  # of a layer's KV, keys rotated, the keys and
-    # values that its queries meet, where KV is a latent of which a layer expands them; None: KV is what they meet
     def embed(self, token_ids: Tensor) -> Tensor: ...
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows

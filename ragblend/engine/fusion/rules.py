@@ -4,17 +4,16 @@ A rule turns `Evidence` about the N candidate tokens into scores [N]; the fusor 
 are the tokens whose stored KV never saw the chunks before them; the chunk that stands exactly where it was computed
 is not among them. Knows tensors only.
 
-Where the evidence comes from: positions, offsets and separators from the plan; deviations from the check layer, where
-the fusor computes K and V of the candidates afresh; attention and effect from the question, which the fusor runs ahead
-over stale KV through the layers that the rule reads. At layer 1 the question's queries are exact, because layer 0 is.
+Where the evidence comes from: positions and separators from the plan; deviations from the check layer, where the fusor
+computes K and V of the candidates afresh; attention from the question, which the fusor runs ahead over stale KV through
+the layers that the rule reads.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,19 +40,15 @@ DEEP = 12
 # (`benchmarks.asked_layers`): both ends say less of what it is about.
 MIDDLE = (1 / 3, 0.8)
 
-ATTENTION_WEIGHT = 0.1  # of `repair`; measured by benchmarks/selection_experiments.py, as the rule's candidates are
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known about N candidate tokens, in prompt order. All tensors [N]."""
 
     positions: Tensor  # int64, place in the prompt
-    offsets: Tensor  # int64, place within the chunk
     key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
     value_deviation: Tensor | None = None  # float32, the same for values
     attention: Tensor | None = None  # float32, the share of the question's attention that the token gets
-    effect: Tensor | None = None  # float32, how far the question's attention output moves if this token is repaired
     separators: Tensor | None = None  # bool, tokens of the chunks' template, such as <doc>
     seed: int = 0
 
@@ -63,6 +58,9 @@ class Check(NamedTuple):
 
     layer: int
     ratio: float
+
+
+NO_RECOMPUTE = (Check(0, 0.0),)  # with any rule: all stored KV is kept
 
 
 def cacheblend(evidence: Evidence) -> Tensor:
@@ -77,31 +75,10 @@ def cacheblend_k(evidence: Evidence) -> Tensor:
     return evidence.key_deviation
 
 
-def repair(evidence: Evidence) -> Tensor:
-    """How far the question's attention output at the check layer moves when this token alone is repaired, and a tenth
-    of the question's attention, both as shares of their sums.
-
-    An early check layer does not see what a token would take over from other chunks in deeper layers. So where hardly
-    anything moves any more, the tokens that the question looks at are the better guess.
-    """
-    assert evidence.effect is not None
-    assert evidence.attention is not None
-    return _share(evidence.effect) + ATTENTION_WEIGHT * _share(evidence.attention)
-
-
 def ask(evidence: Evidence) -> Tensor:
     """What the question attends to, mean over the layers read, heads and its tokens (ProphetKV, arXiv 2602.02579)."""
     assert evidence.attention is not None
     return evidence.attention
-
-
-def _share(scores: Tensor) -> Tensor:
-    return scores / scores.sum().clamp_min(torch.finfo(scores.dtype).tiny)
-
-
-def first_k(evidence: Evidence) -> Tensor:
-    """The first tokens of every chunk, equally many each (EPIC, LegoLink): they act as attention sinks."""
-    return -evidence.offsets.float()
 
 
 def random(evidence: Evidence) -> Tensor:
@@ -110,64 +87,38 @@ def random(evidence: Evidence) -> Tensor:
     return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)
 
 
-def position(evidence: Evidence) -> Tensor:
-    """Control: the tokens furthest into the prompt, whose stored KV missed the most context."""
-    return evidence.positions.float()
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A named way to choose tokens, and what it needs to see."""
 
     name: str
     score: Callable[[Evidence], Tensor]
-    needs_deviation: bool  # runs the layers before the check layer for all candidates
-    gradual: bool = False  # filters again at every layer after the check layer
-    needs_attention: bool = False  # runs the question ahead, over stale KV, to see what it attends to
-    candidate_share: float = 1.0  # of the chunk tokens, the most attended, that run up to the first check layer, ...
-    candidates_per_token: float = math.inf  # ... but at most so many for each token to recompute
+    needs_deviation: bool = False  # runs the layers before the check layer for all candidates
+    asks_first: bool = False  # runs the question ahead, over stale KV, to see what it attends to, before it chooses; so
+    # most KV is loaded before any is recomputed
     ratio: float = DEFAULT_RATIO  # of the chunk tokens, recomputed where nothing else is asked for
     skips_separators: bool = False  # template tokens are chosen only when nothing else is left
     carry: float = 0.0  # how much of what recomputed tokens tell (`carry`) the tokens kept move by
     carry_in_context: float = 0.0  # the same of tokens that were stored behind other text than the prefix
-    depths: tuple[float, float] = (0.0, 1.0)  # from, up to: the part of a deep model's layers where it asks
 
-    def candidates(self, ratio: float) -> float:
-        """Share of the chunk tokens that run up to the first check layer to choose `ratio` of them.
-
-        >>> [round(RULES["repair"].candidates(ratio), 2) for ratio in (0.02, 0.05, 0.15, 1.0)]
-        [0.24, 0.6, 0.6, 1.0]
-        """
-        return max(ratio, min(self.candidate_share, self.candidates_per_token * ratio))
-
-    def probe_layers(
-        self, checks: Sequence[Check], num_layers: int, global_layers: Sequence[int] = ()
-    ) -> tuple[int, ...]:
+    def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
         """The layers at which it reads the question's attention, ascending; () where it asks nothing.
 
-        They are the checks', where it measures there; else it chooses before any layer is run, and reads the middle of
-        a deep model, all of a shallow one. Beside layers that see a window only, `global_layers` are those that see
-        everything: of the layers it would read, those alone, or all of them if none is among those.
+        They are the middle of a deep model, all of a shallow one. Beside layers that see a window only, `global_layers`
+        are those that see everything: of the layers it would read, those alone, or all of them if none is among those.
 
-        >>> [RULES[name].probe_layers([Check(1, 0.15)], 3) for name in ("repair", "ask", "cacheblend")]
-        [(1,), (0, 1, 2), ()]
-        >>> RULES["ask"].probe_layers([Check(0, 0.05)], 30) == tuple(range(10, 24))
+        >>> [RULES[name].probe_layers(3) for name in ("ask", "cacheblend")]
+        [(0, 1, 2), ()]
+        >>> RULES["ask"].probe_layers(30) == tuple(range(10, 24))
         True
-        >>> [RULES["ask"].probe_layers([Check(0, 0.05)], 26, layers) for layers in ((5, 11, 17, 23), (5,))]
+        >>> [RULES["ask"].probe_layers(26, layers) for layers in ((5, 11, 17, 23), (5,))]
         [(11, 17), (5,)]
         """
-        if not self.needs_attention:
-            return ()
         if not self.asks_first:
-            return tuple(check.layer for check in checks)
-        first, end = (int(share * num_layers) for share in (self.depths if num_layers >= DEEP else (0, 1)))
+            return ()
+        first, end = (int(share * num_layers) for share in (MIDDLE if num_layers >= DEEP else (0, 1)))
         within = tuple(layer for layer in global_layers if first <= layer < end)
         return within or tuple(global_layers) or tuple(range(first, end))
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether it reads the question before it chooses, so that most KV is loaded before any is recomputed."""
-        return self.needs_attention and not self.needs_deviation
 
     def scores(self, evidence: Evidence) -> Tensor:
         """[N] float32; the highest are recomputed."""
@@ -181,31 +132,18 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("cacheblend", cacheblend, needs_deviation=True),
-        Rule("cacheblend_gradual", cacheblend, needs_deviation=True, gradual=True),
         Rule("cacheblend_k", cacheblend_k, needs_deviation=True),
         Rule(
-            "repair", repair, True, needs_attention=True, candidate_share=0.6, candidates_per_token=12,
-            skips_separators=True,
+            "ask", ask, asks_first=True, ratio=ASK_RATIO, skips_separators=True, carry=CARRY,
+            carry_in_context=CARRY_IN_CONTEXT,
         ),
-        Rule(
-            "ask", ask, needs_deviation=False, needs_attention=True, ratio=ASK_RATIO, skips_separators=True,
-            carry=CARRY, carry_in_context=CARRY_IN_CONTEXT, depths=MIDDLE,
-        ),
-        Rule("first_k", first_k, needs_deviation=False),
-        Rule("random", random, needs_deviation=False),
-        Rule("position", position, needs_deviation=False),
+        Rule("random", random),
     )
 }  # fmt: skip
 
-# Measured on the demo model's held-out questions (`benchmarks.demo_quality`, data/results/quality.json). Its candidates
-# were chosen, and others tried in its place, on questions of another part (`benchmarks/selection_experiments.py`):
-# spans, forced first or last tokens, sums of ranks, checks at every layer and a shift of the values of tokens that are
-# not recomputed were worse or no better; so were K, V or K+V deviation times attention, and attention in middle layers.
-# Attention beside the effect is better at 15 % (KL by two thirds), no different at 5 and 10 %.
-# A model of 5 layers says little about where a deep one's questions look.
-SHALLOW = "repair"
-# On a real language model of 30 layers `repair` is no closer than random tokens, and `ask` the closest rule
-# (`ragblend bench quality`, data/results/closeness.json).
+# On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
+# data/results/closeness.json). On the embedded one of 5 layers it answers more questions than `cacheblend` at
+# DEFAULT_RATIO, which it needs there.
 DEFAULT = "ask"
 # Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
 # questions that are not reported (`--part selection`, data/results/closeness-selection.json).
@@ -213,13 +151,13 @@ FALLBACK = "cacheblend"
 
 
 def find_rule(name: str, num_layers: int = DEEP) -> Rule:
-    """The rule of that name; "auto" is the default rule of a model of so many layers.
+    """The rule of that name; "auto" is the default rule, which recomputes more in a model of few layers.
 
-    >>> find_rule("auto", 32).name, find_rule("auto", 5).name
-    ('ask', 'repair')
+    >>> [(rule.name, rule.ratio) for rule in (find_rule("auto", 32), find_rule("auto", 5))]
+    [('ask', 0.05), ('ask', 0.15)]
     """
     if name == "auto":
-        name = DEFAULT if num_layers >= DEEP else SHALLOW
+        return RULES[DEFAULT] if num_layers >= DEEP else replace(RULES[DEFAULT], ratio=DEFAULT_RATIO)
     if name not in RULES:
         raise UsageError(f"rule {name!r} is unknown; choose auto or one of {', '.join(RULES)}")
     return RULES[name]
@@ -236,55 +174,16 @@ def first_check(global_layers: Sequence[int]) -> int:
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
 
 
-def gradual_schedule(ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
-    """CacheBlend's gradual filtering: the kept share shrinks linearly from 1.5 to 0.5 times `ratio`, mean `ratio`.
+def schedule(rule: Rule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER) -> tuple[Check, ...]:
+    """At which layer `rule` narrows the computation, and to what share of the chunk tokens.
 
-    The first check keeps more than `ratio`, each later layer drops the tokens that deviate least there (section 4.3).
-
-    >>> [round(check.ratio, 3) for check in gradual_schedule(0.2, num_layers=4)]
-    [0.3, 0.2, 0.1]
+    Raises UsageError for a layer that the model does not have.
     """
-    count = num_layers - check_layer
-    if count <= 1:
-        return (Check(check_layer, ratio),)
-    first = min(1.0, 1.5 * ratio)
-    last = 2 * ratio - first
-    return tuple(Check(check_layer + i, first + (last - first) * i / (count - 1)) for i in range(count))
-
-
-def schedule(
-    rule: Rule, ratio: float, num_layers: int, checks: Sequence[Check] | None = None, check_layer: int = CHECK_LAYER
-) -> tuple[Check, ...]:
-    """At which layers `rule` narrows the computation, and to what share of the chunk tokens.
-
-    `checks` overrides it: several check layers, ascending, with their own ratios. Raises UsageError where the
-    shares grow with depth (a token that was dropped has no hidden state any more).
-    """
-    if checks is not None:
-        if not rule.needs_deviation and len(checks) > 1:
-            raise UsageError(
-                f"rule {rule.name} chooses its tokens before the first layer, so only one check layer applies; "
-                f"{len(checks)} given. Choose a rule that measures deviation, such as cacheblend"
-            )
-        return _validated(checks, num_layers)
     if not rule.needs_deviation:
         return (Check(0, ratio),)
-    if rule.gradual:
-        return gradual_schedule(ratio, num_layers, check_layer)
-    return _validated((Check(check_layer, ratio),), num_layers)
-
-
-def _validated(checks: Sequence[Check], num_layers: int) -> tuple[Check, ...]:
-    if not checks:
-        raise UsageError("no check layer given; pass at least one, e.g. checks=[Check(1, 0.15)]")
-    for before, after in itertools.pairwise(checks):
-        if after.layer <= before.layer or after.ratio > before.ratio:
-            raise UsageError(f"check layers must ascend and their ratios not grow: {before} is followed by {after}")
-    if checks[0].layer < 0 or checks[-1].layer >= num_layers:
-        raise UsageError(f"check layer {checks[-1].layer} does not exist; the model has layers 0..{num_layers - 1}")
-    for check in checks:
-        check_ratio(check.ratio)
-    return tuple(Check(*check) for check in checks)
+    if not 0 <= check_layer < num_layers:
+        raise UsageError(f"check layer {check_layer} does not exist; the model has layers 0..{num_layers - 1}")
+    return (Check(check_layer, check_ratio(ratio)),)
 
 
 def check_ratio(ratio: float) -> float:
@@ -304,7 +203,7 @@ def num_to_recompute(ratio: float, num_chunk_tokens: int, num_candidates: int) -
 
 def probe_pays(
     rule: Rule,
-    checks: Sequence[Check],
+    ratio: float,
     num_fresh: int,
     num_candidates: int,
     num_chunk_tokens: int,
@@ -313,22 +212,16 @@ def probe_pays(
 ) -> bool:
     """Whether running `num_fresh` tokens ahead is worth its token-layers. Long questions over short chunks are not.
 
-    It saves the layers before the check for the candidates that nobody attends to. Beyond that it may cost as much
-    as the recompute itself: with that compute `cacheblend_k` would recompute twice the tokens, and it is further from
-    full prefill then (demo model, first-token KL on reference questions, 5 to 10 %). A rule that asks first may cost
-    ASK_WORTH more: so much more has the rule that takes its place to recompute, and is further off even then.
+    It may cost what the recompute of `ratio` costs, and ASK_WORTH more: so much more has the rule that takes its place
+    to recompute, and is further from full prefill even then.
 
-    >>> [probe_pays(RULES["repair"], [Check(1, 0.1)], fresh, 200, 200, 5) for fresh in (180, 181)]
-    [True, False]
-    >>> [probe_pays(RULES["ask"], [Check(0, 0.05)], fresh, 200, 200, 31) for fresh in (40, 41)]
+    >>> [probe_pays(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
     """
-    layers = rule.probe_layers(checks, num_layers, global_layers)
+    layers = rule.probe_layers(num_layers, global_layers)
     if not layers or not num_candidates:
         return True  # nothing is run ahead
-    saved = max(0.0, num_candidates - rule.candidates(checks[0].ratio) * num_chunk_tokens) * checks[0].layer
-    worth = checks[0].ratio + (ASK_WORTH if rule.asks_first else 0.0)
-    return num_fresh * layers[-1] <= saved + worth * num_chunk_tokens * num_layers
+    return num_fresh * layers[-1] <= (ratio + ASK_WORTH) * num_chunk_tokens * num_layers
 
 
 class Choice(NamedTuple):
@@ -347,7 +240,6 @@ def settle(
     num_fresh: int,
     num_candidates: int,
     num_chunk_tokens: int,
-    checks: Sequence[Check] | None = None,
     fitted: tuple[str, int] | None = None,
     global_layers: Sequence[int] = (),
 ) -> Choice:
@@ -359,12 +251,11 @@ def settle(
     first = first_check(global_layers) if global_layers else CHECK_LAYER
     taken, check_layer = fitted or (name, first)
     rule = find_rule(taken, num_layers)
-    chosen = schedule(rule, ratio, num_layers, checks, check_layer)
     counts = (num_fresh, num_candidates, num_chunk_tokens, num_layers)
-    if name == "auto" and not probe_pays(rule, chosen, *counts, global_layers):
-        rule = find_rule(FALLBACK)
-        chosen = schedule(rule, ratio, num_layers, checks, first)
-    return Choice(rule, chosen, rule.probe_layers(chosen, num_layers, global_layers))
+    if name == "auto" and not probe_pays(rule, ratio, *counts, global_layers):
+        rule, check_layer = find_rule(FALLBACK), first
+    checks = schedule(rule, ratio, num_layers, check_layer)
+    return Choice(rule, checks, rule.probe_layers(num_layers, global_layers))
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

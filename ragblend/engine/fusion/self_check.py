@@ -121,8 +121,7 @@ def _gates(model: CheckableModel, vocabulary: int) -> dict[str, float]:
     reference, layers = model.full_prefill(ids)
 
     prefix = FusedKV.allocate(model.kv_shapes, total, model.like)
-    nothing = FusePlan(ids[:PREFIX_TOKENS], (), RULES["first_k"], (Check(0, 0.0),))
-    fuse(model, nothing, prefix, _Ready())
+    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix, _Ready())
     fused = FusedKV.allocate(model.kv_shapes, total, model.like)
     fused.copy_front(prefix, PREFIX_TOKENS)
     starts = [PREFIX_TOKENS + index * CHUNK_TOKENS for index in range(NUM_CHUNKS)]

@@ -24,7 +24,7 @@ from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.lookup import Behind, Context, contexts, neighbours
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
-from ragblend.engine.fusion.rules import RULES, Check, Choice, find_rule, settle
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import BlendReport, ChunkReport
@@ -39,7 +39,6 @@ from ragblend.prompt.segmenter import Segmenter
 log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
-_NO_RECOMPUTE = (Check(0, 0.0),)
 
 Find = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request uses it."""
@@ -201,7 +200,7 @@ class BlendingEngine(EngineBase):
         """
         num_layers, fit, ratio = self.layers.num_layers, request.calibrated, request.ratio
         if request.mode != "blend":
-            return Decided(Choice(find_rule(request.rule, num_layers), _NO_RECOMPUTE, ()), 0.0)
+            return Decided(Choice(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, found.num_stored
         if request.adapts and found.chunks and self.machine is not None:
             # What is not in memory by now is read from the disk: a remote tier has sent its chunks before the lookup.
@@ -211,7 +210,7 @@ class BlendingEngine(EngineBase):
             hidden = decide(self.machine, ratio, num_tokens, at_hand, {"disk": to_load}, asks_first)
             ratio = hidden.ratio
             if hidden.refused:
-                return Decided(Choice(find_rule(request.rule, num_layers), _NO_RECOMPUTE, ()), 1.0, hidden.refused)
+                return Decided(Choice(find_rule(request.rule, num_layers), NO_RECOMPUTE, ()), 1.0, hidden.refused)
         choice = settle(
             request.rule,
             ratio,
@@ -219,11 +218,10 @@ class BlendingEngine(EngineBase):
             num_fresh=num_tokens - found.num_resident - num_stored,
             num_candidates=sum(each.kv.header.num_tokens for each in found.placements if not each.exact),
             num_chunk_tokens=num_stored,
-            checks=request.checks,
             fitted=fit.reads if fit is not None else None,
             global_layers=self.layers.global_layers,
         )
-        return Decided(choice, ratio if request.checks is None else choice.checks[0].ratio)
+        return Decided(choice, ratio)
 
     def _refused(self, request: Request, reason: str) -> Prefilled:
         """Full prefill, because it is faster than what is stored; said in the report, and in the log the first time."""
@@ -323,7 +321,7 @@ class BlendingEngine(EngineBase):
         if known is None:
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if prefix_ids:
-                self._fuse_simply(FusePlan(self._ids(prefix_ids), (), RULES["first_k"], _NO_RECOMPUTE), known)
+                self._fuse_simply(FusePlan(self._ids(prefix_ids), ()), known)
             self._prefixes[prefix_ids] = known
             if len(self._prefixes) > _PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
@@ -346,7 +344,7 @@ class BlendingEngine(EngineBase):
             placed = tuple(self._placed_behind(behind, prefix.length, damaged))
             fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
             fused.copy_front(prefix, prefix.length)
-            plan = FusePlan(ids, placed, RULES["first_k"], _NO_RECOMPUTE, prefix.length, num_fused=len(ids))
+            plan = FusePlan(ids, placed, num_resident=prefix.length, num_fused=len(ids))
             try:
                 self._fuse_simply(plan, fused)
             except DamagedEntryError as error:

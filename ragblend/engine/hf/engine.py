@@ -20,11 +20,7 @@ from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.packing import CPU_PASS_TOKENS, GPU_PASS_TOKENS, LEAST_PASS_TOKENS, Item, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import (
-    Check,
-    find_rule,
-    schedule,
-)
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
 from ragblend.engine.hf.blend import BlendingEngine
@@ -206,21 +202,17 @@ class TransformersEngine(BlendingEngine):
         self,
         prompt: SegmentedPrompt,
         *,
-        checks: Sequence[Check] | None = None,
         conversation: Conversation | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> Request:
         """What to answer and how, tokenized and checked; `prefill` takes it for logits without an answer.
 
-        `options` are GenerationOptions. `checks` sets several check layers with their own ratios instead of one. With a
-        `conversation`, earlier turns are not prefilled again. Raises PromptTooLongError beyond the model's context,
-        UsageError for bad values.
+        `options` are GenerationOptions. With a `conversation`, earlier turns are not prefilled again. Raises
+        PromptTooLongError beyond the model's context, UsageError for bad values.
         """
         asked = GenerationOptions(**options)
         self._check_prompt(prompt, asked.stops)
-        known_rule = find_rule(asked.rule, self.layers.num_layers)
-        if checks is not None:
-            schedule(known_rule, 0.0, self.layers.num_layers, checks)
+        find_rule(asked.rule, self.layers.num_layers)
         tokenized = self.segmenter.tokenize(prompt)
         choice = self.calibrations.choose(tokenized.prefix_ids, asked.rule, asked.recompute_ratio)
         self._check_length(tokenized.num_tokens + 1, "prompt")
@@ -230,10 +222,9 @@ class TransformersEngine(BlendingEngine):
             asked.rule,
             choice.ratio,
             asked,
-            tuple(checks) if checks is not None else None,
             conversation,
             choice.fit,
-            adapts=asked.mode == "blend" and checks is None and choice.is_auto_ratio,
+            adapts=asked.mode == "blend" and choice.is_auto_ratio,
             grammar=self._grammars.compile(asked.structured_outputs) if asked.structured_outputs is not None else None,
         )
 

@@ -119,8 +119,6 @@ class VllmLayers:
 
     # -- LayerwiseModel
 
-    attended = None  # models whose KV is a latent are refused
-
     @property
     def num_layers(self) -> int:
         """Decoder layers."""

@@ -4,7 +4,7 @@ Shared by the connector and by every client of a vLLM server, so it imports neit
 
     request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "spans": [[4, 516], [516, 990]],
                "template": [[1, 0], [1, 0]], "namespace": "", "seed": 0}
-    response  {"version": 1, "mode": "blend", "rule": "repair", "recompute_ratio": 0.15, ...}: BlendReport's fields
+    response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
 `spans` are the chunks' places in the prompt's token ids, ascending; the ids before the first are the prefix, those
 behind the last the question. Keys are never sent: the connector computes them from the ids. `template` says how many

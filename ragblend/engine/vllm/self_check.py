@@ -90,7 +90,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def plan(placements: Sequence[Placement], name: str, check: Check) -> FusePlan:
         rule = RULES[name]
-        read = rule.probe_layers((check,), layers.num_layers)
+        read = rule.probe_layers(layers.num_layers)
         return FusePlan(
             ids,
             tuple(placements),
@@ -109,7 +109,6 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
     whole = Placement(exact, PREFIX_TOKENS, False)
     gates["scattered tokens over exact KV"] = blended(plan([whole], "random", Check(0, 0.5)))
-    gates["probing over exact KV"] = blended(plan([whole], "repair", Check(1, 0.3)))
     gates["asking every layer over exact KV"] = blended(plan([whole], "ask", Check(0, 0.3)))
     gates["the question asked ahead"] = asked(whole)
     return {gate: _error(found, expected) for gate, found in gates.items()}

@@ -29,7 +29,7 @@ from ragblend.engine.fusion.fuse import Run, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import Check, Choice, find_rule, settle
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_of
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _PREFIXES_KEPT = 8  # as in hf.blend
 _PREFIXES_BYTES = 256 << 20  # of those; clients choose how long they are
-_NO_RECOMPUTE = (Check(0, 0.0),)
 
 # Rows of one pass. A pass of few rows spends its time on reading the weights, and one more request costs little; where
 # the products are large already, sharing would only make the first request wait for the last. Not measured on a GPU.
@@ -360,8 +359,7 @@ class BlendWorker:
         damaged: set[str] = set()
         while True:
             placed, num_resident = self._lookup(job, damaged), sum(placement.end for placement in prefix)
-            rule = find_rule("first_k", self.layers.num_layers)
-            plan = FusePlan(ids[:start], placed, rule, _NO_RECOMPUTE, num_resident, num_fused=start)
+            plan = FusePlan(ids[:start], placed, num_resident=num_resident, num_fused=start)
             paged = PagedKV(self.layers, job.block_ids, job.end)
             try:
                 with self._source((*prefix, *placed), paged) as source:
@@ -392,7 +390,7 @@ class BlendWorker:
     def _fuse_plan(self, job: Job, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """What to fuse, by which rule."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = Choice(find_rule(params.rule, layers.num_layers), _NO_RECOMPUTE, ())
+        choice = Choice(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
         if params.mode == "blend":
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
             choice = settle(

@@ -230,7 +230,7 @@ def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient,
 def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     answer = client.generate(
-        PROMPT, mode="blend", rule="first_k", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
+        PROMPT, mode="blend", rule="random", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
         stop=["."],
     )  # fmt: skip
     (body,) = script.bodies
@@ -241,7 +241,7 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
     )  # fmt: skip
     assert body["stream"] is body["return_token_ids"] is True
     params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
-    assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "first_k", 0.3, 4)
+    assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "random", 0.3, 4)
     assert params.spans == tuple((chunk.start, chunk.end) for chunk in tokenized.chunk_segments)
     for span, chunk in zip(params.spans, (A, B), strict=True):
         assert tuple(body["prompt"][slice(*span)]) == segmenter.chunk_ids(chunk)
@@ -342,7 +342,7 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
 ) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     script.full_answer = [*ids(segmenter, said), END]
-    script.report = BlendReport("blend", "first_k", 0.3, num_chunks=2, chunks=[HIT, HIT])
+    script.report = BlendReport("blend", "random", 0.3, num_chunks=2, chunks=[HIT, HIT])
     with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
         report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
         engine.generate(PROMPT, temperature=0.7, max_tokens=9)  # what a sampled answer would have been is not known

@@ -22,7 +22,7 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    params = BlendParams("reuse", "first_k", 0.2, ((3, 9), (9, 20)), "team", 4, ((2, 0), (1, 3)))
+    params = BlendParams("reuse", "random", 0.2, ((3, 9), (9, 20)), "team", 4, ((2, 0), (1, 3)))
     assert parse_params(json.loads(json.dumps(params.as_dict()))) == params
     assert parse_params({}) == BlendParams()
     assert params.separators == (3, 4, 9, 17, 18, 19)

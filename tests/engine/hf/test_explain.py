@@ -36,7 +36,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine
 
 @pytest.fixture
 def explanation(engine: TransformersEngine) -> Explanation:
-    return engine.explain(PROMPT, rule="repair", recompute_ratio=0.3, max_tokens=6)
+    return engine.explain(PROMPT, rule="ask", recompute_ratio=0.3, max_tokens=6)
 
 
 def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
@@ -92,8 +92,9 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
                 a, b = stored[0, :, prefix.num_tokens + place], fresh[0, :, chunk.start + place]
                 per_layer.append(float((b - a).norm() / b.norm()))
         assert token.deviation == pytest.approx(sum(per_layer) / len(per_layer), rel=1e-3, abs=1e-5)
-        if token.state == "reused":
-            assert token.remaining == token.deviation
+    unmoved = engine.explain(PROMPT, rule="cacheblend", recompute_ratio=0.3, max_tokens=2)
+    reused = [token for token in unmoved.segments[5].tokens if token.state == "reused"]
+    assert [token.remaining for token in reused] == [token.deviation for token in reused] != []
 
 
 def test_exact_tokens_do_not_deviate_and_recomputing_everything_leaves_nothing(engine, explanation):
@@ -129,7 +130,7 @@ def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypa
 
 def test_both_answers_are_the_engines_own(engine, explanation):
     def answer(mode: str) -> str:
-        return engine.generate(PROMPT, mode=mode, rule="repair", recompute_ratio=0.3, max_tokens=6).text
+        return engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.3, max_tokens=6).text
 
     assert (explanation.answer, explanation.full_answer) == (answer("blend"), answer("full"))
     assert explanation.answers_identical == (explanation.answer == explanation.full_answer)
@@ -174,7 +175,7 @@ def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock
 
 
 def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
-    options: dict[str, Any] = {"rule": "repair", "max_tokens": 6}
+    options: dict[str, Any] = {"rule": "ask", "max_tokens": 6}
     compared = Comparison(engine, PROMPT, recompute_ratio=0.3, **options)
     modes: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
     for mode in modes:
