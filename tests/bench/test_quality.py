@@ -17,9 +17,19 @@ from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.common.plots import QUALITY_PANELS, plot_panel
 from ragblend.bench.quality.cases import Case, part_of
 from ragblend.bench.quality.data import SUMMARISE, demo_cases, find_data, prompt_of, read_cases
-from ragblend.bench.quality.measures import answer_f1, best, exact, loss, rouge_l
+from ragblend.bench.quality.measures import (
+    answer,
+    answer_and_reading,
+    answer_f1,
+    best,
+    exact,
+    kl,
+    loss,
+    rouge_l,
+    token_f1,
+)
 from ragblend.bench.quality.study import Configuration as Asked
-from ragblend.bench.quality.study import QualityResult, Record, label_of, run_quality, summarise, table_lines
+from ragblend.bench.quality.study import QualityResult, Record, engine_for, label_of, run_quality, summarise, table_lines
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
@@ -157,6 +167,45 @@ def test_the_loss_is_the_cross_entropy_of_the_answer() -> None:
     ids = [3, 0, 10, 7]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids))
     assert loss(logits.log_softmax(-1), ids) == pytest.approx(float(expected))
+
+
+def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
+    p, q = (torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
+    )
+    assert kl(log_p, log_q) == pytest.approx(float(expected))
+    assert kl(log_p, log_q) != pytest.approx(kl(log_q, log_p))
+    assert kl(log_p, log_p) == 0.0
+
+
+def test_token_f1_counts_words_and_rouge_their_order() -> None:
+    assert token_f1("blue", "not stated") == 0.0
+    assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
+    assert token_f1("b a", "a b") == 1.0
+    pytest.importorskip("rouge_score")
+    assert rouge_l("not stated", "not stated") == 1.0
+    assert rouge_l("b a", "a b") == pytest.approx(0.5)
+
+
+def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
+    config = QualityConfig(num_questions=4)
+    for case in demo_cases(config):
+        prompt = prompt_of(case, engine, HashingEmbedder(), config)
+        stored = engine_for(engine, case, "none")
+        for chunk in prompt.chunks:
+            stored.precompute(chunk)
+        request = stored.request(prompt, mode="full", max_tokens=16)
+        full = answer(stored, request, Asked("full", "none", 1.0))
+        for each in (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15)):
+            plain = answer(stored, request, each)
+            rule = "auto" if each.rule == "none" else each.rule
+            made = stored.generate(prompt, mode=each.mode, rule=rule, recompute_ratio=each.ratio, max_tokens=16)
+            assert (plain.text, plain.ended) == (made.text, made.finish_reason == "stop")
+            found, seen = answer_and_reading(stored, request, each, full)
+            assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
+            torch.testing.assert_close(seen[0], plain.log_probs, atol=1e-4, rtol=0)
 
 
 def record(**changes: float) -> Record:
