@@ -29,7 +29,15 @@ from ragblend.bench.quality.measures import (
     token_f1,
 )
 from ragblend.bench.quality.study import Configuration as Asked
-from ragblend.bench.quality.study import QualityResult, Record, engine_for, label_of, run_quality, summarise, table_lines
+from ragblend.bench.quality.study import (
+    QualityResult,
+    Record,
+    engine_for,
+    label_of,
+    run_quality,
+    summarise,
+    table_lines,
+)
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.hf.engine import TransformersEngine

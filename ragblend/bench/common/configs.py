@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from typer import Option
 

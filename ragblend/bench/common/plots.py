@@ -175,8 +175,8 @@ _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time t
 
 
 def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
-    """Write panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals: KL of the first token and
-    of the answer over the charged budget; the gold answer's loss and F1 over the time to first token."""
+    """Write panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals: KL of the first token
+    and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
     with drawn(path, 4.5 * len(known), 4.6) as figure:
