@@ -54,7 +54,7 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
             load_engine(config.model, store, backend="vllm", vllm_options=serving, **options)
         )
         selections, embedder = watch_selections(), default_embedder()
-        for case in load_cases(config, theirs):
+        for case in load_cases(config):
             prompt = prompt_of(case, theirs, embedder, config)
             for chunk in prompt.chunks:
                 theirs.precompute(chunk)

@@ -34,7 +34,6 @@ from ragblend.engine.hf import engine
 from ragblend.engine.store.remote import tier as remote, object_values as remote_objects, redis_values as remote_redis
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.demo import show
-from tools.demo_model import tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

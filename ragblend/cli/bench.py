@@ -130,7 +130,7 @@ add(
     """How close answers from fused KV are to full prefill's on your model and questions, and how good they are.
 
     Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
-    from the checkout's data/questions (musique, nq), or are made (lookup, demo).
+    from the checkout's data/questions (musique, nq), or from the sample corpus (demo).
     """,
     _PLOT,
 )  # fmt: skip

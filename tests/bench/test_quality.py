@@ -1,11 +1,10 @@
-"""bench quality: data are read as they are written, made questions have their answers, measures are what they say."""
+"""bench quality: data are read as they are written, and measures are what they say."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,30 @@ from typer.testing import CliRunner
 
 import ragblend
 from ragblend.bench.common.configs import QualityConfig
+from ragblend.bench.common.plots import QUALITY_PANELS, plot_panel
 from ragblend.bench.quality.cases import Case, part_of
 from ragblend.bench.quality.data import SUMMARISE, demo_cases, find_data, prompt_of, read_cases
-from ragblend.bench.quality.lookup import KINDS, NUM_LINKS, NUM_NEEDLES, lookup_cases
-from ragblend.bench.quality.measures import answer_f1, best, exact, loss, rouge_l
+from ragblend.bench.quality.measures import (
+    answer,
+    answer_and_reading,
+    answer_f1,
+    best,
+    exact,
+    kl,
+    loss,
+    rouge_l,
+    token_f1,
+)
 from ragblend.bench.quality.study import Configuration as Asked
-from ragblend.bench.quality.study import QualityResult, Record, label_of, run_quality, summarise, table_lines
+from ragblend.bench.quality.study import (
+    QualityResult,
+    Record,
+    engine_for,
+    label_of,
+    run_quality,
+    summarise,
+    table_lines,
+)
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
@@ -29,7 +46,7 @@ from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 QUESTIONS = Path(__file__).parents[2] / "data" / "questions"
 RUN_KEYS = {
-    "mode", "rule", "ratio", "budget", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
+    "mode", "rule", "ratio", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
     "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "exact_match", "rouge_l",
     "charged_budget", "charged_budget_32", "ttft_s", "recovered_gold_loss", "recovered_token_f1",
 }  # fmt: skip
@@ -37,7 +54,7 @@ RUN_KEYS = {
 
 @pytest.fixture(scope="module")
 def result() -> QualityResult:
-    config = QualityConfig(num_questions=28, rules=("auto", "cacheblend"), ratios=(0.15, 1.0), budgets=(0.1,))
+    config = QualityConfig(num_questions=28, rules=("auto", "cacheblend"), ratios=(0.1, 0.15, 1.0))
     return run_quality(config)
 
 
@@ -48,9 +65,8 @@ def engine() -> TransformersEngine:
     return found
 
 
-def totals(result: QualityResult) -> dict[tuple[str, str, float, float | None], dict[str, Any]]:
-    kept = [run for run in result.runs if run["kind"] == "all"]
-    return {(run["mode"], run["rule"], run["ratio"], run["budget"]): run for run in kept}
+def totals(result: QualityResult) -> dict[tuple[str, str, float], dict[str, Any]]:
+    return {(run["mode"], run["rule"], run["ratio"]): run for run in result.runs if run["kind"] == "all"}
 
 
 # -- data
@@ -110,7 +126,7 @@ def test_named_sets_are_found_in_the_checkout_and_the_error_says_what_to_do_with
     monkeypatch.setattr(ragblend, "__file__", str(tmp_path / "site-packages" / "ragblend" / "__init__.py"))
     with pytest.raises(NotFoundError, match=r"checkout.*--data PATH/musique_100\.json"):
         find_data("musique")
-    with pytest.raises(NotFoundError, match="musique, nq, lookup, demo"):
+    with pytest.raises(NotFoundError, match="musique, nq, demo"):
         find_data("nowhere.json")
 
 
@@ -143,49 +159,6 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: Transf
     assert [getattr(chunk, "text", chunk) for chunk in in_order] == [*passages[:2]]
 
 
-# -- lookup
-
-
-def test_lookup_is_seeded_and_every_answer_stands_in_the_passages() -> None:
-    def count(text: str) -> int:
-        return len(text.split())
-
-    made = list(islice(lookup_cases(6, 60, count, seed=1), 9))
-    assert made == list(islice(lookup_cases(6, 60, count, seed=1), 9))
-    assert made != list(islice(lookup_cases(6, 60, count, seed=2), 9))
-    assert [case.kind for case in made] == [*KINDS] * 3
-    for case in made:
-        assert len(case.passages) == 6
-        assert all(40 <= count(passage) <= 60 for passage in case.passages)
-        text = " ".join(case.passages)
-        statements = [sentence for sentence in text.split(". ") if sentence]
-        subjects = [statement.partition(" is ")[0] for statement in statements]
-        assert len(set(subjects)) == len(subjects)  # no key is stated twice
-        values = case.answers[0].split(", ")
-        assert len(values) == (NUM_NEEDLES if case.kind == "needles" else 1)
-        assert all(text.count(value) >= 1 for value in values)
-
-
-def test_a_tracked_value_takes_several_chunks_to_follow() -> None:
-    case = next(case for case in lookup_cases(6, 60, lambda text: len(text.split())) if case.kind == "tracking")
-    key = case.question.removeprefix("What is the code of the ").partition("?")[0]
-    homes = []
-    for _ in range(NUM_LINKS):
-        (home,) = [place for place, passage in enumerate(case.passages) if f"The code of the {key} is " in passage]
-        homes.append(home)
-        said = case.passages[home].partition(f"The code of the {key} is ")[2].partition(".")[0]
-        key = said.removeprefix("that of the ")
-    assert key == case.answers[0]
-    assert len(set(homes)) == NUM_LINKS
-
-
-def test_lookup_goes_on_for_long_prompts_and_refuses_chunks_too_small() -> None:
-    case = next(lookup_cases(32, 1000, lambda text: len(text.split())))
-    assert sum(len(passage.split()) for passage in case.passages) > 25_000
-    with pytest.raises(UsageError, match="--chunk-tokens"):
-        next(lookup_cases(6, 12, lambda text: len(text.split())))
-
-
 # -- measures
 
 
@@ -202,6 +175,45 @@ def test_the_loss_is_the_cross_entropy_of_the_answer() -> None:
     ids = [3, 0, 10, 7]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids))
     assert loss(logits.log_softmax(-1), ids) == pytest.approx(float(expected))
+
+
+def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
+    p, q = (torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
+    )
+    assert kl(log_p, log_q) == pytest.approx(float(expected))
+    assert kl(log_p, log_q) != pytest.approx(kl(log_q, log_p))
+    assert kl(log_p, log_p) == 0.0
+
+
+def test_token_f1_counts_words_and_rouge_their_order() -> None:
+    assert token_f1("blue", "not stated") == 0.0
+    assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
+    assert token_f1("b a", "a b") == 1.0
+    pytest.importorskip("rouge_score")
+    assert rouge_l("not stated", "not stated") == 1.0
+    assert rouge_l("b a", "a b") == pytest.approx(0.5)
+
+
+def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
+    config = QualityConfig(num_questions=4)
+    for case in demo_cases(config):
+        prompt = prompt_of(case, engine, HashingEmbedder(), config)
+        stored = engine_for(engine, case, "none")
+        for chunk in prompt.chunks:
+            stored.precompute(chunk)
+        request = stored.request(prompt, mode="full", max_tokens=16)
+        full = answer(stored, request, Asked("full", "none", 1.0))
+        for each in (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15)):
+            plain = answer(stored, request, each)
+            rule = "auto" if each.rule == "none" else each.rule
+            made = stored.generate(prompt, mode=each.mode, rule=rule, recompute_ratio=each.ratio, max_tokens=16)
+            assert (plain.text, plain.ended) == (made.text, made.finish_reason == "stop")
+            found, seen = answer_and_reading(stored, request, each, full)
+            assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
+            torch.testing.assert_close(seen[0], plain.log_probs, atol=1e-4, rtol=0)
 
 
 def record(**changes: float) -> Record:
@@ -240,37 +252,31 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
 
 def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(result: QualityResult) -> None:
     runs = totals(result)
-    assert runs["full", "none", 1.0, None]["first_token_kl"] == runs["full", "none", 1.0, None]["answer_kl"] == 0.0
-    assert runs["prefix", "none", 0.0, None]["answer_kl"] < 1e-6
-    assert runs["blend", "cacheblend", 1.0, None]["answer_kl"] < 1e-6
-    reuse, blend = runs["reuse", "none", 0.0, None], runs["blend", "cacheblend", 0.15, None]
+    assert runs["full", "none", 1.0]["first_token_kl"] == runs["full", "none", 1.0]["answer_kl"] == 0.0
+    assert runs["prefix", "none", 0.0]["answer_kl"] < 1e-6
+    assert runs["blend", "cacheblend", 1.0]["answer_kl"] < 1e-6
+    reuse, blend = runs["reuse", "none", 0.0], runs["blend", "cacheblend", 0.15]
     assert blend["first_token_kl"] < reuse["first_token_kl"] / 2
     assert blend["answer_kl"] < reuse["answer_kl"] / 2
-    assert runs["full", "none", 1.0, None]["gold_loss"] < blend["gold_loss"] < reuse["gold_loss"]
+    assert runs["full", "none", 1.0]["gold_loss"] < blend["gold_loss"] < reuse["gold_loss"]
     assert 0.5 < blend["recovered_gold_loss"] <= 1.1
     assert reuse["charged_budget_32"] == 0 < blend["charged_budget_32"] < 0.2
     assert all(run["ttft_s"] > 0 for run in runs.values())
 
 
-def test_auto_is_not_below_the_papers_rule_at_an_equal_budget_on_the_embedded_model(result: QualityResult) -> None:
+def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_model(result: QualityResult) -> None:
     runs = totals(result)
     auto = next(key[1] for key in runs if key[0] == "blend" and key[1] != "cacheblend")
-    for place in ((0.15, None), (0.0, 0.1)):
-        mine, paper = runs["blend", auto, *place], runs["blend", "cacheblend", *place]
+    for ratio in (0.1, 0.15):
+        mine, paper = runs["blend", auto, ratio], runs["blend", "cacheblend", ratio]
         assert mine["exact_match"] >= paper["exact_match"]
         assert mine["first_token_kl"] <= paper["first_token_kl"]
-
-
-def test_a_budget_is_what_is_charged(result: QualityResult) -> None:
-    for key, run in totals(result).items():
-        if key[3] is not None:
-            assert run["charged_budget_32"] == pytest.approx(key[3], abs=0.005)
 
 
 def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: QualityResult) -> None:
     facts = result.as_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert (facts["schema_version"], facts["command"], facts["model"]) == (4, "bench quality", "demo")
+    assert (facts["schema_version"], facts["command"], facts["model"]) == (5, "bench quality", "demo")
     assert (facts["config"]["data"], facts["config"]["part"]) == ("demo", "reported")
     assert all(set(run) >= RUN_KEYS for run in facts["runs"])
     kinds = list(dict.fromkeys(run["kind"] for run in facts["runs"]))
@@ -307,6 +313,19 @@ def test_the_table_has_a_line_per_configuration(result: QualityResult) -> None:
     )
 
 
+def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result: QualityResult) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    runs = [run for run in result.as_dict()["runs"] if run["kind"] == "all"]
+    rules = {run["rule"] for run in runs if run["mode"] == "blend"}
+    for panel in QUALITY_PANELS:
+        axes = Figure().add_subplot()
+        plot_panel(axes, panel, runs)
+        exact = {"full", "prefix"} if panel.place == "ttft_s" else set()
+        assert set(axes.get_legend_handles_labels()[1]) == {"reuse", *rules, *exact}
+
+
 def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     passage = "Mara Oster lives in Dublin. " * 8
@@ -318,14 +337,14 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     ran = CliRunner().invoke(
         app,
         ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--part", "all", "--chunks", "3", "--chunk-tokens",
-         "20", "--rules", "first_k", "--budget", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
+         "20", "--rules", "first_k", "--ratio", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
          str(tmp_path / "p.png"), "--json"],
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])
     assert str(tmp_path) not in json.dumps(facts)
-    assert [(run["mode"], run["rule"], run["budget"]) for run in facts["runs"]] == [
-        ("full", "none", None), ("reuse", "none", None), ("blend", "first_k", 0.1)
+    assert [(run["mode"], run["rule"], run["ratio"]) for run in facts["runs"]] == [
+        ("full", "none", 1.0), ("reuse", "none", 0.0), ("blend", "first_k", 0.1)
     ]  # fmt: skip
     assert {run["num_questions"] for run in facts["runs"]} == {3}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -334,7 +353,7 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
 @pytest.mark.parametrize(
     "change",
     [
-        {"part": "best"}, {"ratios": (2.0,)}, {"budgets": (0.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()},
+        {"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()},
         {"num_questions": 0}, {"num_chunks": 0}, {"answer_tokens": 0}, {"chunk_tokens": 0}, {"dtype": "int3"},
     ],
 )  # fmt: skip

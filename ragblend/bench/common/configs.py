@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from typer import Option
 
@@ -22,9 +22,6 @@ DEFAULT_RATIO = 0.15  # CacheBlend's, as in `engine.fusion.rules`
 BACKENDS = ("transformers", "vllm")
 TIERS = ("memory", "disk")
 PREFIX_TOKENS = 16  # a short system text; synthetic chunks are precomputed behind it
-
-Baseline = Literal["map_reduce", "map_rerank", "reorder"]
-"""A way to ask that fuses no KV; see `quality.baselines`."""
 
 Chunks = Annotated[int, Option("--chunks", min=1, help="Per prompt.")]
 ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
@@ -263,12 +260,12 @@ class IngestConfig(BenchConfig):
 class QualityConfig(BenchConfig):
     """`bench quality`. What `data` may be: see `quality.data`."""
 
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
         str,
-        Option("--data", help="FILE.json[l] of questions, or musique, nq, lookup; demo: the sample corpus."),
+        Option("--data", help="FILE.json[l] of questions, or musique, nq; demo: the sample corpus."),
     ] = "demo"
     part: Annotated[str, Option("--part", help="reported; selection, to choose by; all.")] = "reported"
     num_questions: Annotated[int, Option("--questions", min=1, help="At most.")] = 40
@@ -277,22 +274,14 @@ class QualityConfig(BenchConfig):
     answer_tokens: Annotated[int, Option("--answer-tokens", min=1, help="Of an answer at most.")] = 16
     modes: Modes = MODES
     rules: Rules = ("auto", "cacheblend")
-    ratios: Annotated[
-        tuple[float, ...] | None,
-        Option("--ratios", "--ratio", help="Comma-separated shares; 0.05,0.15 unless budgets are given."),
-    ] = None
-    budgets: Annotated[
-        tuple[float, ...],
-        Option("--budgets", "--budget", help="Charged budgets in a model of 32 layers, comma-separated shares."),
-    ] = ()
+    ratios: Annotated[tuple[float, ...], Option("--ratios", "--ratio", help="Comma-separated shares.")] = (
+        0.05,
+        DEFAULT_RATIO,
+    )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
         Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, fixed, similar."),
     ] = ("none",)
-    baselines: Annotated[
-        tuple[Baseline, ...],
-        Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
-    ] = ()
     embedder: Annotated[
         str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
     ] = None
@@ -303,23 +292,15 @@ class QualityConfig(BenchConfig):
         """Parts that there are, shares that are some, contexts that chunks can have without their document."""
         from ragblend.engine.fusion.rules import check_ratio
 
-        if self.ratios is None:
-            object.__setattr__(self, "ratios", () if self.budgets else (0.05, DEFAULT_RATIO))
         if not self.contexts:
             raise UsageError("no context given; choose from none, fixed, similar")
         for context in self.contexts:
             if context not in ("none", "fixed", "similar"):
                 raise UsageError(f"context is {context!r}; choose none, fixed or similar")
-        for baseline in self.baselines:
-            if baseline not in BASELINES:
-                raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
-        for ratio in self.ratios or ():
+        for ratio in self.ratios:
             check_ratio(ratio)
-        for budget in self.budgets:
-            if not 0 < budget < 1:
-                raise UsageError(f"budget is {budget}; choose a share of the token-layers, such as 0.05")
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values, without places."""
@@ -328,5 +309,3 @@ class QualityConfig(BenchConfig):
 
 PARTS = ("selection", "reported", "all")
 """Questions to choose rules by, questions to report, and both."""
-
-BASELINES: tuple[Baseline, ...] = get_args(Baseline)

@@ -11,10 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLOURS = {
-    "full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4",
-    "map_reduce": "#e7ba52", "map_rerank": "#ad494a", "reorder": "#637939",
-}  # fmt: skip
+COLOURS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
 
 
 def require_matplotlib() -> None:
@@ -174,20 +171,12 @@ QUALITY_PANELS = (
     Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
 )
 
-_PLACES = {
-    "charged_budget_32": "charged budget at 32 layers",
-    "ttft_s": "time to first token, seconds",
-    "ratio": "recompute ratio",
-    "num_chunks": "chunks per prompt",
-    "chunk_tokens": "tokens per chunk, at most",
-}
+_PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time to first token, seconds"}
 
 
 def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
-    """Write panels of `bench quality`, all questions, a line per rule and baseline, bars for 95 % intervals: KL of the
-    first token and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token.
-
-    Over a ratio, what has none is a level; over what prompts are made of, each ratio has a line."""
+    """Write panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals: KL of the first token
+    and of the answer over the charged budget; the gold answer's loss and F1 over the time to first token."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
     with drawn(path, 4.5 * len(known), 4.6) as figure:
@@ -196,7 +185,7 @@ def plot_quality(facts: Mapping[str, Any], path: Path, panels: Sequence[Panel] =
         config = facts["config"]
         figure.suptitle(
             f"{facts['model']} {config['dtype']}, {config['data']}, {runs[0]['num_questions']} questions, "
-            f"{_listed(facts['prompt_tokens'])} tokens in {_listed(config['num_chunks'])} chunks, "
+            f"{facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks, "
             f"{place_of(facts['hardware'])}",
             fontsize="medium",
         )
@@ -206,29 +195,20 @@ def plot_panel(axes: Any, panel: Panel, runs: Sequence[Mapping[str, Any]]) -> No
     """Draw `panel` of these runs on matplotlib's `axes`."""
     place, name, title = panel
     colours = itertools.cycle(RULE_COLOURS)
-    by_ratio = place in ("num_chunks", "chunk_tokens")
-    for line in dict.fromkeys(_line_of(run, by_ratio) for run in runs):
-        mode, rule, context, ratio = line
-        points = [run for run in runs if _line_of(run, by_ratio) == line and run[name] is not None]
+    for line in dict.fromkeys(map(_line_of, runs)):
+        mode, rule, context = line
+        points = [run for run in runs if _line_of(run) == line and run[name] is not None]
         points.sort(key=lambda run: float(run[place]))
-        colour = next(colours) if mode == "blend" else COLOURS[mode]
+        colour = COLOURS[mode] if mode in ("full", "prefix", "reuse") else next(colours)
         label = (rule if mode == "blend" else mode) + (f", {context}" if context != "none" else "")
-        label += f" {ratio:.0%}" if mode == "blend" and by_ratio else ""
-        # Full prefill is no distance from itself, and baselines send other prompts, whose budgets are beyond 1.
+        # Full prefill is no distance from itself.
         if not points or (place == "charged_budget_32" and mode not in ("reuse", "blend")):
             continue
         if name.endswith("_kl") and mode in ("full", "prefix"):
             continue
-        if place == "ratio" and mode != "blend":
-            axes.axhline(points[0][name], color=colour, ls="--", lw=1.2, label=label)
-        else:
-            with_bars(axes, points, place, name, colour, label)
-    if name == "ttft_s":
-        axes.set_ylim(bottom=0)
-    if by_ratio:
-        axes.set_xticks(sorted({run[place] for run in runs}))
+        with_bars(axes, points, place, name, colour, label)
     places = [run[place] for run in runs]
-    if place == "ttft_s" and min(places) > 0 and max(places) > 20 * min(places):  # baselines that answer many times
+    if place == "ttft_s" and min(places) > 0 and max(places) > 20 * min(places):
         axes.set_xscale("log")
     axes.set_title(title, fontsize="medium")
     axes.margins(x=0.08)
@@ -237,17 +217,8 @@ def plot_panel(axes: Any, panel: Panel, runs: Sequence[Mapping[str, Any]]) -> No
     axes.legend(fontsize="small")
 
 
-def _listed(values: Any) -> str:
-    """A number, or those between which prompts were varied.
-
-    >>> _listed(6), _listed([2.0, 1534.2, 12.0])
-    ('6', '2 to 1534')
-    """
-    return f"{min(values):.0f} to {max(values):.0f}" if isinstance(values, list) else f"{values:.0f}"
-
-
-def _line_of(run: Mapping[str, Any], by_ratio: bool) -> tuple[str, str, str, float]:
-    return run["mode"], run["rule"], run["context"], run["ratio"] if by_ratio else 0.0
+def _line_of(run: Mapping[str, Any]) -> tuple[str, str, str]:
+    return run["mode"], run["rule"], run["context"]
 
 
 def with_bars(

@@ -1,4 +1,4 @@
-"""Questions, their gold answers and the passages they are asked over: from a file, from the checkout, or made.
+"""Questions, their gold answers and the passages they are asked over: from a file, the checkout, or the sample corpus.
 
 A file is a JSON array or JSON lines of objects with
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import ragblend
 from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.quality.cases import Case, part_of
-from ragblend.bench.quality.lookup import lookup_cases
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import Embedder
@@ -41,24 +40,19 @@ NUM_DISTRACTORS = 9
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
-def load_cases(config: QualityConfig, engine: TransformersEngine) -> list[Case]:
+def load_cases(config: QualityConfig) -> list[Case]:
     """The first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is none."""
     if config.data == "demo":
         return demo_cases(config)
-    every: Iterator[Case]
-    if config.data == "lookup":
-        count = engine.segmenter.count_tokens
-        every = lookup_cases(config.num_chunks, config.chunk_tokens, count, config.seed)
-    else:
-        every = iter(read_cases(find_data(config.data)))
-    return list(islice((case for case in every if _is_of(case.question, config.part)), config.num_questions))
+    every = read_cases(find_data(config.data))
+    return [case for case in every if _is_of(case.question, config.part)][: config.num_questions]
 
 
 def find_data(name: str) -> Path:
     """The file: a named data set's in this folder or beside the package, or the one given."""
     if name not in NAMED:
         if not Path(name).is_file():
-            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED)}, lookup, demo")
+            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED)}, demo")
         return Path(name)
     place = Path("data/questions") / NAMED[name]
     for root in (Path(), Path(ragblend.__file__).parents[1]):

@@ -17,27 +17,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.bench.common.configs import Baseline
-from ragblend.bench.quality.budget import costs_of, ratio_for
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Prefilled, Request
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.report import MODES, BlendReport, Mode
+from ragblend.engine.report import BlendReport, Mode
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import TokenizedPrompt
 
 
 class Configuration(NamedTuple):
-    """How to answer: in a mode of the engine, or by a baseline. `rule` is "none" except for blend.
+    """How to answer: in a mode of the engine. `rule` is "none" except for blend. `context`: what the chunks are stored
+    in."""
 
-    With a `budget`, each prompt gets the ratio whose `charged_budget_32` is nearest to it, and `ratio` is 0. `context`:
-    what its chunks are stored in."""
-
-    mode: Mode | Baseline
+    mode: Mode
     rule: str
     ratio: float
-    budget: float | None = None
     context: ContextPolicy = "none"
 
 
@@ -61,16 +55,10 @@ class Answer(NamedTuple):
 
 
 def prefill(engine: TransformersEngine, request: Request, configuration: Configuration) -> tuple[Prefilled, float]:
-    """The prompt's KV in this configuration, a mode of the engine, and the seconds it took. Chunks to be found must be
-    stored."""
-    assert configuration.mode in MODES
+    """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
-    ratio = configuration.ratio
-    if configuration.budget is not None:
-        known = find_rule(rule, engine.layers.num_layers)
-        ratio = ratio_for(known, configuration.budget, costs_of(engine, request.prompt))
     start_s = perf_counter()
-    prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=ratio))
+    prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
     return prefilled, perf_counter() - start_s
 
 

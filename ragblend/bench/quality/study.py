@@ -3,8 +3,8 @@
 Each question becomes the prompt that `ragblend ask` would send. It is prefilled in full and fused in every
 configuration, its chunks stored for it alone, in memory. Measured are KL(full || this) of the first token and of full
 prefill's greedy answer, read token after token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy
-answer; and the time to first token; of ways to ask that fuse nothing, too (`baselines`). Nothing is sampled: but for
-times, a run repeats to the bit on one machine. Read `run_quality` and `measure` first.
+answer; and the time to first token. Nothing is sampled: but for times, a run repeats to the bit on one machine. Read
+`run_quality` and `measure` first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragblend.bench.common.configs import BASELINES, QualityConfig
+from ragblend.bench.common.configs import QualityConfig
 from ragblend.bench.common.hardware import hardware_card
 from ragblend.bench.common.output import BenchResult, bench
 from ragblend.bench.common.plots import plot_quality
 from ragblend.bench.common.shapes import find_dtype
-from ragblend.bench.quality.baselines import ask_baseline
 from ragblend.bench.quality.cases import Case
 from ragblend.bench.quality.data import Nearest, load_cases, prompt_of, stored_chunks
 from ragblend.bench.quality.measures import (
@@ -49,6 +48,7 @@ from ragblend.bench.quality.measures import (
 )
 from ragblend.corpus.embedders import default_embedder, load_embedder
 from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.generation import Request
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
@@ -62,7 +62,7 @@ BASE = Configuration("blend", "cacheblend", 0.15)
 chunks that are stored as the paper stores them, or in the first context that is run."""
 
 PAPER_RULES = ("cacheblend", "cacheblend_k")
-"""What a run is compared with at its own ratio or budget in its own context, too: CacheBlend's rule and LMCache's."""
+"""What a run is compared with at its own ratio in its own context, too: CacheBlend's rule and LMCache's."""
 
 MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
 _STORE_BYTES = 1 << 33  # one prompt's chunks
@@ -108,22 +108,25 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
     chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
-        chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios or ()]
-        chosen += [Configuration("blend", name, 0.0, budget) for name in names for budget in config.budgets]
+        chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios]
     stored = [each._replace(context=name) for name in config.contexts for each in chosen]
-    # A baseline's ratio is that of full prefill, which it is: of its own prompts.
-    return list(dict.fromkeys([FULL, *stored, *(Configuration(name, "none", 1.0) for name in config.baselines)]))
+    return list(dict.fromkeys([FULL, *stored]))
 
 
-def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = None) -> QualityResult:
-    """Measure `config`. `progress` is told how far it is."""
+Also = Callable[[TransformersEngine, SegmentedPrompt, Case], Mapping[Configuration, Record]]
+
+
+def run_quality(
+    config: QualityConfig, progress: Callable[[str], None] | None = None, also: Also | None = None
+) -> QualityResult:
+    """Measure `config`. `progress` is told how far it is. `also`: what is measured of each prompt besides."""
     tell = progress or (lambda line: None)
     tell(f"loading {config.model}")
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
-        cases = load_cases(config, base)
+        cases = load_cases(config)
         near = Nearest(cases, base, embedder, config) if "similar" in config.contexts else None
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[Record]] = {each: [] for each in chosen}
@@ -134,8 +137,8 @@ def run_quality(config: QualityConfig, progress: Callable[[str], None] | None = 
             stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
             found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
-            for each, record in found.items():
-                records[each].append(record)
+            for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
+                records.setdefault(each, []).append(record)
             gc.collect()  # the question's engines are cycles; nobody else counts the gigabytes that they hold
         return QualityResult(
             config,
@@ -164,26 +167,41 @@ def measure(
     stored: by context, the versions of its chunks that are in the store.
     """
     engine = engine_for(base, case, "none")
-    # Rule `random` draws anew for every prompt.
-    seed = zlib.crc32(repr(prompt.messages).encode())
-    request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
-    full = answer(engine, request, FULL)
-    expected = read(engine, request.prompt, full.fused, full.token_ids)
+    expected = expect(engine, prompt, case, answer_tokens)
+    request, full = expected.request, expected.full
+    records = {FULL: expected.record(engine, full, expected.reading, request.prompt)}
+    for context, chunks in stored.items():
+        engine = engine_for(base, case, context)
+        for chunk in chunks:
+            engine.precompute(chunk)
+        for each in chosen:
+            if each != FULL and each.context == context:
+                found, seen = answer_and_reading(engine, request, each, full)
+                records[each] = expected.record(engine, found, seen, request.prompt)
+    return records, request.prompt.num_tokens
 
-    def gold_loss(found: Answer, gold_ids: Sequence[int], asked: TokenizedPrompt = request.prompt) -> float:
-        return loss(read(engine, asked, found.fused, gold_ids), gold_ids)
 
-    def record(found: Answer, seen: Tensor, asked: TokenizedPrompt = request.prompt) -> Record:
-        far = distance(seen, expected)
+class Expected(NamedTuple):
+    """What full prefill makes of a prompt: everything else is compared with it."""
+
+    case: Case
+    request: Request
+    full: Answer
+    reading: Tensor  # of that answer, over its own KV
+    gold_ids: Sequence[int]
+
+    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: TokenizedPrompt) -> Record:
+        """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
+        far = distance(seen, self.reading)
         f1, match, overlap = (
-            math.nan if (score := best(measure, found.text, case.answers)) is None else score
+            math.nan if (score := best(measure, found.text, self.case.answers)) is None else score
             for measure in (answer_f1, exact, rouge_l)
         )
         return Record(
-            kl(full.log_probs, found.log_probs),
+            kl(self.full.log_probs, found.log_probs),
             far.kl,
             far.agreement,
-            gold_loss(found, gold_ids, asked),
+            _gold_loss(engine, found, asked, self.gold_ids),
             f1,
             match,
             overlap,
@@ -192,23 +210,22 @@ def measure(
             found.ttft_s,
         )
 
+
+def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: Case, answer_tokens: int) -> Expected:
+    """Prefill `prompt` in full, answer, and read the answer again."""
+    # Rule `random` draws anew for every prompt.
+    seed = zlib.crc32(repr(prompt.messages).encode())
+    request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
+    full = answer(engine, request, FULL)
+    reading = read(engine, request.prompt, full.fused, full.token_ids)
     # A gold answer may begin with a blank, or not: as full prefill expects it.
     spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
-    gold_ids = min(spellings, key=lambda gold_ids: gold_loss(full, gold_ids))
-    records = {FULL: record(full, expected)}
-    for each in chosen:
-        if each.mode in BASELINES:
-            last = ask_baseline(each.mode, engine, prompt, case, answer_tokens)
-            seen = read(engine, last.prompt, last.answer.fused, full.token_ids)
-            records[each] = record(last.answer, seen, last.prompt)
-    for context, chunks in stored.items():
-        engine = engine_for(base, case, context)
-        for chunk in chunks:
-            engine.precompute(chunk)
-        for each in chosen:
-            if each != FULL and each.context == context and each.mode not in BASELINES:
-                records[each] = record(*answer_and_reading(engine, request, each, full))
-    return records, request.prompt.num_tokens
+    gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
+    return Expected(case, request, full, reading, gold_ids)
+
+
+def _gold_loss(engine: TransformersEngine, found: Answer, asked: TokenizedPrompt, gold_ids: Sequence[int]) -> float:
+    return loss(read(engine, asked, found.fused, gold_ids), gold_ids)
 
 
 def engine_for(base: TransformersEngine, case: Case, context: ContextPolicy) -> TransformersEngine:
@@ -332,8 +349,7 @@ def label_of(run: dict[str, Any]) -> str:
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
         return f"{run['mode']}{behind}"
-    share = f"{run['ratio']:.1%}" if run["budget"] is None else f"for {run['budget']:.1%}"
-    return f"{run['rule']} {share}{behind}"
+    return f"{run['rule']} {run['ratio']:.1%}{behind}"
 
 
 def _number(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 All prefill in full, so they are exact for the prompts that they send, which are other prompts than the one asked.
 Distances are read over the KV of the last of them: what asking otherwise costs, no error of arithmetic. Knows engines,
-prompts and words; nothing of tables. Read `ask_baseline` first.
+prompts and words; nothing of tables. Read `ask_baseline` first; `benchmarks.figures` measures them beside blending.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from ragblend.bench.common.configs import Baseline
 from ragblend.bench.quality.cases import Case
 from ragblend.bench.quality.measures import FULL, Answer, answer, loss, read
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt
 
+Baseline = Literal["map_reduce", "map_rerank", "reorder"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 SUMMARY_TOKENS = 48  # of a chunk's summary, at most
 INSTRUCTION = "Summarise in one or two sentences what the passage says that helps to answer this question: {question}"
 
