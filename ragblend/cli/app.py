@@ -24,7 +24,6 @@ from ragblend.cli.options import JsonOption, takes
 from ragblend.cli.plan import register as register_plan
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
 from ragblend.cli.session import one_thread, quiet_libraries
-from ragblend.cli.simulate import simulate
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.top import top
 from ragblend.cli.trust import init_key, sign
@@ -150,7 +149,6 @@ for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_ke
 app.add_typer(calibrate_app)
 register_plan(app)
 app.command()(analyze)
-app.command()(simulate)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)

@@ -59,10 +59,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             "analyze requests.jsonl.gz",
             "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
         ),
-        "simulate": (
-            "simulate logs/ --profile profile.json --replicas 1,2,4,8 --router least-queue",
-            "simulate --traffic questions --rate 50 --profile profile.json --remote-tier 0 --plot simulate.png",
-        ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
             "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",

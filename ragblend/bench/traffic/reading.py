@@ -1,8 +1,8 @@
-"""Logs into a `Spool`: what an analysis and a simulation both begin with."""
+"""Logs into a `Spool`: what an analysis begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,37 +34,17 @@ def logs_read(
     paths: Sequence[str | Path], tokens: Tokens, marks: Marks, tell: Tell = lambda stage, done, total: None
 ) -> Iterator[LogsRead]:
     """The requests of files and folders. Raises EmptyCorpusError where there is none."""
-    files, broken = files_of(paths), Broken()
-    with _spooled((each for path in files for each in values_in(path, broken)), tokens, marks, broken, tell) as found:
-        spool, num_other = found
+    files, broken, num_other = files_of(paths), Broken(), 0
+    with Spool(tokens) as spool:
+        for place, value in (each for path in files for each in values_in(path, broken)):
+            num_other += not _added(spool, place, value, marks, broken)
+            tell("read", len(spool), None)
         if not len(spool):
             raise EmptyCorpusError(
                 f"no request in {', '.join(map(str, files[:3]))}: {broken.count} lines broken, {num_other} values of "
                 "another kind. docs/analyze.md says which logs are read"
             )
         yield LogsRead(spool, tuple(map(str, files)), broken, num_other)
-
-
-@contextmanager
-def entries_read(name: str, entries: Iterable[Any], tokens: Tokens, marks: Marks) -> Iterator[LogsRead]:
-    """Log entries that are in no file, such as generated ones, under a name."""
-    broken = Broken()
-    values = ((f"{name}:{number}", entry) for number, entry in enumerate(entries, 1))
-    with _spooled(values, tokens, marks, broken, lambda stage, done, total: None) as (spool, num_other):
-        yield LogsRead(spool, (name,), broken, num_other)
-
-
-@contextmanager
-def _spooled(
-    values: Iterable[tuple[str, Any]], tokens: Tokens, marks: Marks, broken: Broken, tell: Tell
-) -> Iterator[tuple[Spool, int]]:
-    """Logged values, each with its place, in a spool, and how many of them were no requests."""
-    num_other = 0
-    with Spool(tokens) as spool:
-        for place, value in values:
-            num_other += not _added(spool, place, value, marks, broken)
-            tell("read", len(spool), None)
-        yield spool, num_other
 
 
 def _added(spool: Spool, place: str, value: Any, marks: Marks, broken: Broken) -> bool:

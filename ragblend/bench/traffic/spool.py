@@ -26,16 +26,12 @@ _NEVER = float("inf")
 
 
 class Spooled(NamedTuple):
-    """One request as it is analysed. `chunks`: [start, end) of those whose boundaries are known, ascending.
-
-    time_s: since 1970; where the log has none that of the request before, and -inf where none before has one.
-    """
+    """One request as it is analysed. `chunks`: [start, end) of those whose boundaries are known, ascending."""
 
     ids: Ids
     chunks: tuple[tuple[int, int], ...]
     answer: Ids
     namespace: str
-    time_s: float
 
 
 class Spool:
@@ -107,9 +103,9 @@ class Spool:
             place = self._places[index]
             name, num_refs, *answer = self._numbers(place, 4)
             refs = self._numbers(place + 32, 2 * num_refs)
-            yield self._read(self._names[name], refs, (answer[0], answer[1]), self._times[index])
+            yield self._read(self._names[name], refs, (answer[0], answer[1]))
 
-    def _read(self, namespace: str, refs: list[int], answer: tuple[int, int], time_s: float) -> Spooled:
+    def _read(self, namespace: str, refs: list[int], answer: tuple[int, int]) -> Spooled:
         pieces, chunks, place = [], [], 0
         for at, flagged in zip(refs[::2], refs[1::2], strict=True):
             count = flagged & ~_CHUNK_FLAG
@@ -117,7 +113,7 @@ class Spool:
             if flagged & _CHUNK_FLAG:
                 chunks.append((place, place + count))
             place += count
-        return Spooled(np.concatenate(pieces), tuple(chunks), self._ids(*answer), namespace, time_s)
+        return Spooled(np.concatenate(pieces), tuple(chunks), self._ids(*answer), namespace)
 
     def _numbers(self, place: int, count: int) -> list[int]:
         found: list[int] = np.frombuffer(os.pread(self._file.fileno(), 8 * count, place), np.int64).tolist()
