@@ -52,7 +52,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
-        "top": ("top", "top http://replica-0:8000 http://replica-1:8000 --every 5", "top --once --json"),
     },
     "Measure": {
         "analyze": (
