@@ -14,8 +14,8 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.bench.traffic.analysis import Analysis, Plan
-    from ragblend.bench.traffic.requests import Marks
+    from ragblend.bench.traffic.analysis import Analysis, AnalysisConfig
+    from ragblend.bench.traffic.requests import ChunkMarkers
     from ragblend.bench.traffic.tokens import Tokens
     from ragblend.engine.tuning.pipeline import MachineProfile
 
@@ -25,7 +25,7 @@ TIER = "disk"
 @takes("store backend dtype device trust_remote_code")
 def analyze(
     settings: Settings,
-    trace: Annotated[list[str], typer.Argument(help="Logs of requests: files, folders, or - for stdin.")],
+    trace: Annotated[list[str], typer.Argument(help="OpenAI bodies, a line each: files, folders, or - for stdin.")],
     model: Annotated[
         str | None,
         typer.Option("--model", help="Its tokenizer and KV; a local folder. Without it tokens are estimated."),
@@ -61,15 +61,20 @@ def analyze(
         if value is not None and value < 0:
             raise UsageError(f"{name} is {value}; give 0 or more")
     from ragblend.bench.traffic.analysis import analyze as run
-    from ragblend.bench.traffic.verdict import hint, verdict
+    from ragblend.bench.traffic.cost_model import hint, verdict
 
     named = model or (settings.model if settings.model != Settings().model else None)
-    tokens = tokens_of(named, settings, show_texts)
-    measured = profile_of(profile, named, settings)
-    plan = _plan(settings, named, kv_bytes_per_token, separator, rule, ratio, measured)
+    tokens = _tokens_of(named, settings, show_texts)
+    measured = _profile_of(profile, named, settings)
+    config = _config(settings, named, kv_bytes_per_token, separator, rule, ratio, measured)
     with progress_bars() as progress:
-        found = run(trace, tokens, replace(plan, show_texts=show_texts), progress)
-    facts = {**found.as_dict(), "ratio": plan.kind.ratio, "verdict": verdict(found), "hint": hint(found)}
+        found = run(trace, tokens, replace(config, show_texts=show_texts), progress)
+    facts = {
+        **found.as_dict(),
+        "ratio": config.blend.ratio,
+        "verdict": verdict(found.saving, found.shares, found.num_requests),
+        "hint": hint(found.first_use_share),
+    }
     if plot is not None:
         from ragblend.bench.traffic.plot import plot_analysis
 
@@ -78,7 +83,7 @@ def analyze(
     print_result(facts, "\n".join([*lines_of(found), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
 
 
-def tokens_of(named: str | None, settings: Settings, show_texts: bool = False) -> Tokens:
+def _tokens_of(named: str | None, settings: Settings, show_texts: bool) -> Tokens:
     """Those of the model of that name; estimated without one."""
     from ragblend.bench.traffic.tokens import Estimate, ModelTokens
 
@@ -91,7 +96,7 @@ def tokens_of(named: str | None, settings: Settings, show_texts: bool = False) -
     return ModelTokens(tokenizer, Path(named).name)
 
 
-def profile_of(path: Path | None, named: str | None, settings: Settings) -> MachineProfile | None:
+def _profile_of(path: Path | None, named: str | None, settings: Settings) -> MachineProfile | None:
     """The machine profile in a file, or else in the store; None where there is none."""
     from ragblend.bench.traffic.models import profile_in_store, read_profile
 
@@ -100,7 +105,7 @@ def profile_of(path: Path | None, named: str | None, settings: Settings) -> Mach
     return profile_in_store(settings) if named is not None and not settings.is_served else None
 
 
-def _plan(
+def _config(
     settings: Settings,
     named: str | None,
     kv_bytes: int | None,
@@ -108,14 +113,14 @@ def _plan(
     rule: str,
     ratio: float | None,
     measured: MachineProfile | None,
-) -> Plan:
+) -> AnalysisConfig:
     """What is counted with; a model's own numbers where none are given."""
-    from ragblend.bench.traffic.analysis import Plan
+    from ragblend.bench.traffic.analysis import AnalysisConfig
+    from ragblend.bench.traffic.cost_model import BlendSettings
     from ragblend.bench.traffic.models import kv_bytes_of
-    from ragblend.bench.traffic.saving import Kind
     from ragblend.engine.fusion.rules import find_rule
 
-    marks = marks_of(separator, settings)
+    markers = _markers_of(separator, settings)
     if kv_bytes is None:
         kv_bytes = measured.bytes_per_token if measured else kv_bytes_of(named, settings) if named else None
     known = find_rule(rule) if measured is None else find_rule(rule, measured.num_layers)
@@ -123,24 +128,19 @@ def _plan(
     if least > 1:
         raise UsageError(f"ratio is {least}; choose 0 to 1")
     speed = measured.bytes_per_s.get(TIER) if measured else None
-    return Plan(
-        marks,
-        Kind(least, known.asks_first, speed),
-        measured,
-        kv_bytes,
-    )
+    return AnalysisConfig(markers, BlendSettings(least, known.asks_first, speed), measured, kv_bytes)
 
 
-def marks_of(separator: str | None, settings: Settings) -> Marks:
-    """What tells chunks in plain texts: the separator, and the texts that the store has ingested."""
-    from ragblend.bench.traffic.requests import Marks
+def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
+    """What marks chunks in plain texts: the separator, and the texts that the store has ingested."""
+    from ragblend.bench.traffic.requests import ChunkMarkers
     from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
     from ragblend.frameworks.boundaries import check_separator
 
     if separator is not None:
         check_separator(separator)
     texts = Path(settings.store) / REGISTRY_FILE
-    return Marks(separator, ChunkRegistry(texts) if texts.is_file() else None)
+    return ChunkMarkers(separator, ChunkRegistry(texts) if texts.is_file() else None)
 
 
 # -- printing
@@ -150,19 +150,19 @@ def lines_of(found: Analysis) -> list[str]:
     """What was found, for people."""
     from ragblend.cli.printing import count_of, listed
 
-    by = "estimated from the characters; --model counts them" if found.is_estimate else f"by {found.tokens_by}"
+    by = "estimated from the characters; --model counts them" if found.tokens_are_estimated else f"by {found.tokens_by}"
     lines = [
         f"{found.num_requests} requests of {count_of(found.traces, 'file')}, {found.num_tokens} prompt tokens ({by}), "
         f"in order of {found.order}",
     ]
-    if found.broken.count:
-        lines.append(f"{found.broken.count} broken: {listed(found.broken.places)}")
+    if found.num_broken:
+        lines.append(f"{found.num_broken} broken: {listed(found.broken)}")
     if found.num_other:
         lines.append(f"{found.num_other} logged values are no requests with text")
     if found.num_media:
         lines.append(f"{found.num_media} images, files or sounds, whose tokens are not counted")
     shares = found.shares
-    marked = f"; {found.share(found.num_marked):.0%} of the tokens are in marked chunks" if found.num_marked else ""
+    marked = f"; {found.marked_share:.0%} of the tokens are in marked chunks" if found.marked_share else ""
     lines += [
         "",
         f"{shares['prefix']:>6.1%} repeat as a prefix: prefix caching reuses them",
@@ -176,11 +176,13 @@ def lines_of(found: Analysis) -> list[str]:
 
 
 def _chunk_lines(found: Analysis) -> list[str]:
-    if not found.top:
+    if not found.chunks:
         return []
-    zipf = "" if found.zipf is None else f"; Zipf slope {found.zipf[0]:.2f} (R2 {found.zipf[1]:.2f})"
+    zipf = ""
+    if found.zipf is not None:
+        zipf = f"; Zipf slope {found.zipf['slope']:.2f} (R2 {found.zipf['r_squared']:.2f})"
     lines = ["", f"{found.num_chunks} chunks come again{zipf}", f"  {'chunk':<18}{'tokens':>7}{'requests':>10}"]
-    for each in found.top:
+    for each in found.chunks:
         text = "" if each.text is None else f"  {' '.join(each.text.split())}"
         lines.append(f"  {each.hash:<18}{each.tokens:>7}{each.requests:>10}{text}")
     return lines
@@ -191,14 +193,13 @@ def _curve_lines(found: Analysis) -> list[str]:
         return []
     from ragblend.engine.store.tiered import format_bytes
 
-    per_token = found.kv_bytes_per_token
     lines = ["", f"  {'store of':<12}{'LRU finds':>10}{'at most':>9}   of all prompt tokens"]
     for point in found.curve:
-        size = f"{point.tokens:.0f} tok" if per_token is None else format_bytes(int(point.tokens * per_token))
+        size = f"{point.tokens} tok" if point.bytes is None else format_bytes(point.bytes)
         lines.append(f"  {size:<12}{point.lru:>10.1%}{point.most:>9.1%}")
     if found.curve_share < 1:
         lines.append(f"  an estimate from chunks with {found.curve_share:.0%} of the repeated tokens, chosen by hash")
-    if per_token is None:
+    if found.kv_bytes_per_token is None:
         lines.append("  in bytes: --model, or --kv-bytes-per-token")
     return lines
 

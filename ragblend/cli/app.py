@@ -24,9 +24,7 @@ from ragblend.cli.options import JsonOption, takes
 from ragblend.cli.plan import register as register_plan
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
 from ragblend.cli.session import one_thread, quiet_libraries
-from ragblend.cli.simulate import simulate
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
-from ragblend.cli.top import top
 from ragblend.cli.trust import init_key, sign
 from ragblend.cli.ui import ui
 from ragblend.config import Settings
@@ -145,12 +143,11 @@ def demo(
 for _command in (init, ingest, precompute, remove, ask, chat, search, doctor):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign, top):
+for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
 app.command()(analyze)
-app.command()(simulate)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)

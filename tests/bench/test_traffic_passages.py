@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
-from ragblend.bench.traffic.hashes import BLOCK, HashMap, PrefixCache
 from ragblend.bench.traffic.passages import LEAST, SPREAD, WINDOW, Passages, window_hashes, winnowed
+from ragblend.bench.traffic.prefix_cache import BLOCK, PrefixCache
 
 NONE = np.empty(0, np.int32)
 
@@ -105,25 +105,9 @@ def test_a_prefix_cache_keeps_no_more_than_its_capacity() -> None:
     cache = PrefixCache(capacity=1000)
     for seed in range(100):
         cache.see(random_ids(seed, 100 * BLOCK), NONE, 0)
-    assert len(cache._now) + len(cache._before) <= 1000 + 200
+    assert len(cache) <= 1000 + 200
     assert cache.see(random_ids(99, 100 * BLOCK), NONE, 0) == 99 * BLOCK, "what was used last is still there"
     assert cache.see(random_ids(0, 100 * BLOCK), NONE, 0) == 0
-
-
-@given(lists(integers(0, 300), max_size=40), integers(0, 1 << 16))
-def test_a_hash_map_is_a_dictionary_that_keeps_what_came_first(sizes: list[int], seed: int) -> None:
-    draw, ours, theirs = random.Random(seed), HashMap(), {}
-    for number, size in enumerate(sizes):
-        keys = np.array([draw.randrange(500) << 54 for _ in range(size)], np.uint64)
-        expected = [theirs.get(key, -1) for key in keys.tolist()]
-        assert ours.get(keys).tolist() == expected
-        fresh = keys[ours.get(keys) < 0]
-        ours.add(fresh, np.full(len(fresh), number))
-        for key in fresh.tolist():
-            theirs.setdefault(key, number)
-        if size % 3 == 0 and ours._fresh:
-            ours._settle()
-    assert len(ours) == len(theirs)
 
 
 def test_text_that_comes_again_takes_no_memory_but_for_its_uses() -> None:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from generated_traffic import KINDS, Generated, generate
 
-from ragblend.bench.traffic.analysis import Analysis, Plan, analyze
-from ragblend.bench.traffic.generate import KINDS, Generated, generate
-from ragblend.bench.traffic.saving import Kind, Shape, saving_in_seconds, saving_in_tokens
+from ragblend.bench.traffic.analysis import Analysis, AnalysisConfig, analyze
+from ragblend.bench.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving, verdict
 from ragblend.bench.traffic.tokens import Estimate, ModelTokens, Tokens
-from ragblend.bench.traffic.verdict import verdict
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import EmptyCorpusError
 
@@ -36,6 +35,10 @@ def made(kind: str, tokens: Tokens, **changes: Any) -> Generated:
 def assert_close(found: Analysis, truth: Generated) -> None:
     assert found.shares == pytest.approx(truth.truth.as_dict(), abs=POINT)
     assert found.num_tokens == truth.truth.prefix + truth.truth.elsewhere + truth.truth.new
+
+
+def verdict_of(found: Analysis) -> str:
+    return verdict(found.saving, found.shares, found.num_requests)
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["by content", "marked"])
@@ -60,7 +63,7 @@ def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any]
     tokens = ModelTokens(make_tokenizer(), "tiny")
     truth = made("questions", tokens, num_sessions=100)
     found = analyze([write(tmp_path / "log", truth)], tokens)
-    assert not found.is_estimate
+    assert not found.tokens_are_estimated
     assert_close(found, truth)
 
 
@@ -70,7 +73,7 @@ def test_the_order_is_that_of_the_times(tmp_path: Path) -> None:
     random.Random(0).shuffle(entries)
     half = len(entries) // 2
     write(tmp_path / "z", entries[:half])
-    (tmp_path / "a").write_bytes(gzip.compress(json.dumps(entries[half:]).encode()))
+    (tmp_path / "a").write_bytes(gzip.compress(write(tmp_path / "rest", entries[half:]).read_bytes()))
     found = analyze([tmp_path / "z", tmp_path / "a"], Estimate())
     assert found.order == "time"
     assert_close(found, truth)
@@ -93,12 +96,12 @@ def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path: Path) -> N
     found = analyze([write(tmp_path / "log", [entry] * 2000)], Estimate())
     assert found.shares["prefix"] > 0.98
     assert found.shares["elsewhere"] == 0
-    assert "not worth it" in verdict(found)
+    assert "not worth it" in verdict_of(found)
 
 
 def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
     """A trace of the same requests twenty times as long takes under 100 bytes more per request."""
-    entries = [entry["request"] for entry in made("questions", Estimate(), num_sessions=50)]
+    entries = [entry["body"] for entry in made("questions", Estimate(), num_sessions=50)]
 
     def peak(times: int) -> int:
         path = tmp_path / f"log-{times}"
@@ -118,12 +121,15 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
 
 def test_chunks_are_named_and_shown_only_if_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "log", made("questions", Estimate()))
-    plain, shown = analyze([path], Estimate()), analyze([path], Estimate(keep_texts=True), Plan(show_texts=True))
-    assert all(each.text is None for each in plain.top)
-    assert [each.hash for each in plain.top] == [each.hash for each in shown.top]
-    assert plain.top[0].requests >= plain.top[-1].requests >= 2
+    plain, shown = (
+        analyze([path], Estimate()),
+        analyze([path], Estimate(keep_texts=True), AnalysisConfig(show_texts=True)),
+    )
+    assert not any("text" in each for each in plain.as_dict()["chunks"])
+    assert [each.hash for each in plain.chunks] == [each.hash for each in shown.chunks]
+    assert plain.chunks[0].requests >= plain.chunks[-1].requests >= 2
     log = path.read_text()
-    for each in shown.top:
+    for each in shown.chunks:
         assert each.text
         assert each.text.strip()[:40] in log
         assert each.text.split()[2] not in json.dumps(plain.as_dict())
@@ -149,18 +155,20 @@ PROFILE = MachineProfile(
 
 
 def test_work_is_what_each_mode_computes() -> None:
-    saving = saving_in_tokens([Shape(1000, 0, 0), Shape(1000, 400, 500)], Kind(0.1))
+    prompts = [PromptTokenCounts(1000, 0, 0), PromptTokenCounts(1000, 400, 500)]
+    saving = mean_saving(prompts, BlendSettings(0.1), None)
     assert (saving.full, saving.prefix, saving.blend) == (1000, 800, pytest.approx((1000 + 100 + 50) / 2))
     assert saving.beyond == pytest.approx(1 - 575 / 800)
 
 
 def test_seconds_are_those_of_the_profile() -> None:
-    slow = saving_in_seconds([Shape(2000, 1000, 1000)], Kind(0.15, bytes_per_s=1e5), PROFILE)
+    prompts = [PromptTokenCounts(2000, 1000, 1000)]
+    slow = mean_saving(prompts, BlendSettings(0.15, bytes_per_s=1e5), PROFILE)
     assert (slow.full, slow.prefix, slow.blend, slow.num_slower) == (3.0, 2.0, 2.0, 1), "KV that takes 10 s to load"
-    fast = saving_in_seconds([Shape(2000, 1000, 1000)], Kind(0.15, bytes_per_s=1e9), PROFILE)
+    fast = mean_saving(prompts, BlendSettings(0.15, bytes_per_s=1e9), PROFILE)
     compute_s = PROFILE.recompute_s(0.15, 2000, 1000) - 1.0
     assert fast.blend == pytest.approx(PROFILE.blend_s(1000 * 1000 / 1e9, compute_s))
-    asking = saving_in_seconds([Shape(2000, 1000, 1000)], Kind(0.15, asks_first=True, bytes_per_s=1e6), PROFILE)
+    asking = mean_saving(prompts, BlendSettings(0.15, asks_first=True, bytes_per_s=1e6), PROFILE)
     assert asking.blend == pytest.approx(min(2.0, 1.0 + compute_s)), "it waits for the KV"
 
 
@@ -169,7 +177,7 @@ def test_seconds_are_those_of_the_profile() -> None:
     [("questions", ": worth it"), ("agents", "not worth it, because 91%")],
 )
 def test_the_verdict_says_yes_or_no_and_why(kind: str, words: str, tmp_path: Path) -> None:
-    assert words in verdict(analyze([write(tmp_path / "log", made(kind, Estimate()))], Estimate()))
+    assert words in verdict_of(analyze([write(tmp_path / "log", made(kind, Estimate()))], Estimate()))
 
 
 def test_segmenter_and_analysis_tokenize_each_piece_alone(make_tokenizer: Callable[..., Any]) -> None:

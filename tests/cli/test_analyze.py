@@ -32,7 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "logs").mkdir()
     with gzip.open("logs/a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(request(number)) + "\n" for number in range(60))
-    Path("logs/b.json").write_text(json.dumps([request(number) for number in range(60, 90)]), encoding="utf-8")
+    lines = (json.dumps({"body": request(number)}) + "\n" for number in range(60, 90))
+    Path("logs/b.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
 

@@ -1,62 +1,56 @@
-"""Logs to shares: what prefix caching reuses of a team's prompts, what only stored chunks would, and what is new.
+"""Logs to shares: what prefix caching reuses of the prompts, what only stored chunks would, and what is new.
 
-Two passes: the logs into a `Spool`, then its requests in the order of their times, each against all before it. Read
-`analyze`; what is kept of the traffic meanwhile is told in `spool`, `hashes` and `passages`, 12 bytes per request here.
+Requests are read in the order of their times, each compared with all before it. Read `analyze`; the parts are `reader`
+(logs to token ids), `prefix_cache`, `passages` (repeated text), `curve` (hits over a store's size) and `cost_model`.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from ragblend.bench.traffic.curve import (
-    Uses,
-    capacities_of,
-    lru_hits,
-    most_hits,
-    sampled,
-    uses_of,
-    zipf_slope,
-)
-from ragblend.bench.traffic.hashes import PrefixCache, namespace_seed
-from ragblend.bench.traffic.logs import Broken
+from ragblend.bench.traffic.cost_model import BY_THE_PAPER, BlendSettings, PromptTokenCounts, Saving, mean_saving
+from ragblend.bench.traffic.curve import Uses, capacities_of, lru_hits, most_hits, sampled, uses_of, zipf_slope
 from ragblend.bench.traffic.passages import Passages
-from ragblend.bench.traffic.reading import LogsRead, Tell, answered, logs_read
-from ragblend.bench.traffic.requests import NO_MARKS, Marks
-from ragblend.bench.traffic.saving import BY_THE_PAPER, Kind, Saving, Shape, saving_in_seconds, saving_in_tokens
-from ragblend.bench.traffic.tokens import Ids, Tokens
+from ragblend.bench.traffic.prefix_cache import PrefixCache, namespace_seed
+from ragblend.bench.traffic.reader import Progress, RequestFile, read_requests
+from ragblend.bench.traffic.requests import NO_MARKERS, ChunkMarkers
+from ragblend.bench.traffic.tokens import Tokens
 from ragblend.engine.tuning.pipeline import MachineProfile
 
-TOP = 10  # chunks that are named
+TOP = 10  # chunks that are listed
 SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnalysisConfig:
     """What is counted with: marks of chunks, how blending is done, the profile of a machine and its KV."""
 
-    marks: Marks = NO_MARKS
-    kind: Kind = BY_THE_PAPER
+    markers: ChunkMarkers = NO_MARKERS
+    blend: BlendSettings = BY_THE_PAPER
     profile: MachineProfile | None = None
     kv_bytes_per_token: int | None = None
     show_texts: bool = False
 
 
-class Point(NamedTuple):
-    """A store of some size, and the share of all prompt tokens that it finds."""
+@dataclass(frozen=True, slots=True)
+class HitCurvePoint:
+    """A store of some size, and the share of all prompt tokens that it finds: by LRU, and by any policy at most."""
 
-    tokens: float
+    tokens: int
+    bytes: int | None
     lru: float
     most: float
 
 
-class Passage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RepeatedPassage:
     """A chunk that came again: its hash, its tokens, and the requests that need it from a store."""
 
     hash: str
@@ -67,152 +61,106 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What was found in a trace. Shares are of all prompt tokens."""
+    """What was found, named as in the JSON. Shares are of all prompt tokens."""
 
-    traces: tuple[str, ...]
+    traces: tuple[str, ...]  # the files
     num_requests: int
     num_tokens: int
-    num_prefix: int
-    num_elsewhere: int
-    num_marked: int  # tokens of chunks whose boundaries are known
-    num_first: int  # tokens, among the new ones, of chunks that come again later
     tokens_by: str
-    is_estimate: bool
+    tokens_are_estimated: bool
     order: str  # "time", "file", or "time where there is one"
-    num_media: int
+    num_broken: int
+    broken: list[str]
     num_other: int  # logged values that are no requests, or have no text
-    broken: Broken
+    num_media: int
+    shares: dict[str, float]  # in a prefix seen before, seen before at another place ("elsewhere"), and "new"
+    first_use_share: float  # of new tokens of chunks that come again later
+    marked_share: float  # of tokens of chunks whose boundaries are known
     num_chunks: int
-    top: tuple[Passage, ...]
-    zipf: tuple[float, float] | None
+    chunks: tuple[RepeatedPassage, ...]
+    zipf: dict[str, float] | None
     kv_bytes_per_token: int | None
-    curve: tuple[Point, ...]
+    curve: tuple[HitCurvePoint, ...]
     curve_share: float  # of the repeated tokens that the curve was computed on
     saving: Saving
-    kept_bytes: int = field(default=0)
-
-    def share(self, num_tokens: float) -> float:
-        """Of all prompt tokens."""
-        return num_tokens / self.num_tokens
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of the tokens: in a prefix seen before, seen before at another place, and new."""
-        new = self.num_tokens - self.num_prefix - self.num_elsewhere
-        return {
-            "prefix": self.share(self.num_prefix),
-            "elsewhere": self.share(self.num_elsewhere),
-            "new": self.share(new),
-        }
+    kept_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        per_token = self.kv_bytes_per_token
-        return {
-            "traces": list(self.traces),
-            "num_requests": self.num_requests,
-            "num_tokens": self.num_tokens,
-            "tokens_by": self.tokens_by,
-            "tokens_are_estimated": self.is_estimate,
-            "order": self.order,
-            "num_broken": self.broken.count,
-            "broken": self.broken.places,
-            "num_other": self.num_other,
-            "num_media": self.num_media,
-            "shares": self.shares,
-            "first_use_share": self.share(self.num_first),
-            "marked_share": self.share(self.num_marked),
-            "num_chunks": self.num_chunks,
-            "chunks": [
-                {name: value for name, value in each._asdict().items() if value is not None} for each in self.top
-            ],
-            "zipf": None if self.zipf is None else {"slope": self.zipf[0], "r_squared": self.zipf[1]},
-            "kv_bytes_per_token": per_token,
-            "curve": [
-                {"tokens": round(point.tokens), "bytes": None if per_token is None else round(point.tokens * per_token)}
-                | {"lru": point.lru, "most": point.most}
-                for point in self.curve
-            ],
-            "curve_share": self.curve_share,
-            "saving": self.saving.as_dict(),
-            "kept_bytes": self.kept_bytes,
-        }
+        facts = asdict(self) | {"saving": self.saving.as_dict()}
+        for chunk in facts["chunks"]:
+            if chunk["text"] is None:
+                del chunk["text"]
+        return facts
 
 
-def analyze(paths: Sequence[str | Path], tokens: Tokens, plan: Plan = Plan(), tell: Tell | None = None) -> Analysis:
-    """Read logs and say what blending would do for them. Raises EmptyCorpusError where there is no request in them."""
-    tell = tell or (lambda stage, done, total: None)
-    with logs_read(paths, tokens, plan.marks, tell) as logs:
-        return _Trace(tokens).follow(logs, plan, tell)
+def analyze(
+    paths: Sequence[str | Path],
+    tokens: Tokens,
+    config: AnalysisConfig = AnalysisConfig(),
+    progress: Progress | None = None,
+) -> Analysis:
+    """Read logs and compute what blending would save. Raises EmptyCorpusError where there is no request in them."""
+    with read_requests(paths, tokens, config.markers, progress) as requests:
+        return _analyze(requests, tokens, config, progress)
 
 
-class _Trace:
-    """The second pass: requests in the order of their times."""
+def _analyze(requests: RequestFile, tokens: Tokens, config: AnalysisConfig, progress: Progress | None) -> Analysis:
+    prefixes, passages, num_marked = PrefixCache(), Passages(), 0
+    counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
+    for index, request in enumerate(requests.in_order()):
+        seed = namespace_seed(request.namespace)
+        prefix = prefixes.see(request.ids, request.answer, seed)
+        elsewhere = passages.see(index, request.ids, request.chunks, prefix, seed)
+        for column, value in zip(counts, (len(request.ids), prefix, elsewhere), strict=True):
+            column.append(value)
+        num_marked += sum(end - start for start, end in request.chunks)
+        if progress is not None:
+            progress("analyse", index + 1, len(requests))
+    num_tokens, num_prefix, num_elsewhere = map(sum, counts)
+    uses = uses_of(passages)
+    chunks = merged(uses, passages.starts)
+    zipf = zipf_slope(np.array([count for _, _, count in chunks], np.int64))
+    curve, curve_share = _curve(uses, num_tokens, num_elsewhere, config.kv_bytes_per_token)
+    return Analysis(
+        traces=requests.files,
+        num_requests=len(requests),
+        num_tokens=num_tokens,
+        tokens_by=tokens.name,
+        tokens_are_estimated=tokens.is_estimate,
+        order={0: "file", len(requests): "time"}.get(requests.num_timed, "time where there is one"),
+        num_broken=requests.errors.count,
+        broken=requests.errors.places,
+        num_other=requests.num_other,
+        num_media=requests.num_media,
+        shares={
+            "prefix": num_prefix / num_tokens,
+            "elsewhere": num_elsewhere / num_tokens,
+            "new": (num_tokens - num_prefix - num_elsewhere) / num_tokens,
+        },
+        first_use_share=int(uses.sizes.sum()) / num_tokens,
+        marked_share=num_marked / num_tokens,
+        num_chunks=len(chunks),
+        chunks=_top(chunks, passages, tokens if config.show_texts else None),
+        zipf=None if zipf is None else {"slope": zipf[0], "r_squared": zipf[1]},
+        kv_bytes_per_token=config.kv_bytes_per_token,
+        curve=curve,
+        curve_share=curve_share,
+        saving=mean_saving(map(PromptTokenCounts, *counts), config.blend, config.profile),
+        kept_bytes=prefixes.nbytes + passages.nbytes,
+    )
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-        self._prefixes, self._passages = PrefixCache(), Passages()
-        self._shapes = array("i"), array("i"), array("i")
-        self._num_marked = 0
 
-    def follow(self, logs: LogsRead, plan: Plan, tell: Tell) -> Analysis:
-        """Every request, then the sums."""
-        spool = logs.spool
-        for index, request in enumerate(spool.in_order()):
-            seed, answer = namespace_seed(request.namespace), answered(self._tokens, request.answer)
-            self._see(index, request.ids, request.chunks, answer, seed)
-            tell("analyse", index + 1, len(spool))
-        uses = uses_of(self._passages)
-        tokens, prefix, elsewhere = (int(np.frombuffer(each, np.int32).sum()) for each in self._shapes)
-        orders = {0: "file", len(spool): "time"}
-        curve, curve_share = _curve(uses, tokens, elsewhere)
-        passages = merged(uses, self._passages.starts)
-        return Analysis(
-            traces=logs.traces,
-            num_requests=len(spool),
-            num_tokens=tokens,
-            num_prefix=prefix,
-            num_elsewhere=elsewhere,
-            num_marked=self._num_marked,
-            num_first=int(uses.sizes.sum()),
-            tokens_by=self._tokens.name,
-            is_estimate=self._tokens.is_estimate,
-            order=orders.get(spool.num_timed, "time where there is one"),
-            num_media=spool.num_media,
-            num_other=logs.num_other,
-            broken=logs.broken,
-            num_chunks=len(passages),
-            top=self._top(passages, plan.show_texts),
-            zipf=zipf_slope(np.array([count for _, _, count in passages], np.int64)),
-            kv_bytes_per_token=plan.kv_bytes_per_token,
-            curve=curve,
-            curve_share=curve_share,
-            saving=self._saving(plan),
-            kept_bytes=self._prefixes.nbytes + self._passages.nbytes,
-        )
-
-    def _see(self, index: int, ids: Ids, chunks: Sequence[tuple[int, int]], answer: Ids, seed: int) -> None:
-        prefix = self._prefixes.see(ids, answer, seed)
-        elsewhere = self._passages.see(index, ids, chunks, prefix, seed)
-        for values, value in zip(self._shapes, (len(ids), prefix, elsewhere), strict=True):
-            values.append(value)
-        self._num_marked += sum(end - start for start, end in chunks)
-
-    def _saving(self, plan: Plan) -> Saving:
-        shapes = map(Shape, *self._shapes)
-        if plan.profile is not None:
-            return saving_in_seconds(shapes, plan.kind, plan.profile)
-        return saving_in_tokens(shapes, plan.kind)
-
-    def _top(self, passages: Sequence[tuple[int, int, int]], show_texts: bool) -> tuple[Passage, ...]:
-        """The chunks that most requests need."""
-        ordered = sorted(passages, key=lambda each: (-each[2], each[0]))
-        return tuple(self._passage(start, end, count, show_texts) for start, end, count in ordered[:TOP])
-
-    def _passage(self, start: int, end: int, count: int, show_text: bool) -> Passage:
-        ids = self._passages.ids(start, end)
-        text = self._tokens.text(ids[:SHOWN_TOKENS].tolist()) if show_text else None
-        return Passage(xxhash.xxh3_64_hexdigest(ids.tobytes()), end - start, count, text)
+def _top(
+    chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tokens | None
+) -> tuple[RepeatedPassage, ...]:
+    """The chunks that most requests need; with `tokens`, how they begin."""
+    found = []
+    for start, end, count in sorted(chunks, key=lambda each: (-each[2], each[0]))[:TOP]:
+        ids = passages.ids(start, end)
+        text = None if tokens is None else tokens.text(ids[:SHOWN_TOKENS].tolist())
+        found.append(RepeatedPassage(xxhash.xxh3_64_hexdigest(ids.tobytes()), end - start, count, text))
+    return tuple(found)
 
 
 def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -232,17 +180,22 @@ def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _curve(uses: Uses, num_tokens: int, num_elsewhere: int) -> tuple[tuple[Point, ...], float]:
-    """Hits over the size of a store, and the share of the repeated tokens that it rests on.
+def _curve(
+    uses: Uses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None
+) -> tuple[tuple[HitCurvePoint, ...], float]:
+    """Hits over the size of a store, and the share of the repeated tokens that they are computed from.
 
-    In shares of all prompt tokens; a store with room for everything finds `num_elsewhere` of them.
+    A store with room for everything finds `num_elsewhere` of `num_tokens`.
     """
     some, share = sampled(uses)
     total = int(some.sizes.sum())
     if not total:
         return (), 1.0
-    grid = capacities_of(total)
-    most = [most_hits(some, capacity) for capacity in grid]
-    scale = num_elsewhere / num_tokens / max(1, most[-1])
-    found = zip(grid, lru_hits(some, grid), most, strict=True)
-    return tuple(Point(size / share, lru * scale, best * scale) for size, lru, best in found), share
+    scale = num_elsewhere / num_tokens / max(1, most_hits(some, total))
+    points = []
+    for capacity in capacities_of(total):
+        size = capacity / share
+        nbytes = None if bytes_per_token is None else round(size * bytes_per_token)
+        lru, most = lru_hits(some, capacity) * scale, most_hits(some, capacity) * scale
+        points.append(HitCurvePoint(round(size), nbytes, lru, most))
+    return tuple(points), share

@@ -3,17 +3,16 @@
 `uses_of` turns what `Passages` saw into uses of chunks; `lru_hits` and `most_hits` say how many tokens of them a store
 finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
 
-LRU by stack distances (Mattson et al. 1970): with chunks of different sizes, a use is a hit where the chunks used since
-the last use of the same one, itself included, fit. The bound is Belady's MIN on tokens: a chunk of n tokens counts as n
-objects of one size, and what is used again last leaves first, in parts where that is enough. For objects of one size
-MIN is the optimum; every policy that keeps whole chunks is one that keeps tokens, so none finds more. (The optimum
-over whole chunks is NP-hard; Berger, Beckmann and Harchol-Balter 2018.)
+The bound is Belady's MIN on tokens: a chunk of n tokens counts as n objects of one size, and what is used again last
+leaves first, in parts where that is enough. For objects of one size MIN is the optimum; every policy that keeps whole
+chunks is one that keeps tokens, so none finds more. (The optimum over whole chunks is NP-hard; Berger, Beckmann and
+Harchol-Balter 2018.)
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -83,36 +82,20 @@ def sampled(uses: Uses, most: int = MOST_USES) -> tuple[Uses, float]:
     return (found, share) if share else (uses, 1.0)
 
 
-def lru_hits(uses: Uses, capacities: Sequence[float]) -> list[int]:
-    """Tokens that a store of each capacity finds, evicting what was used longest ago."""
-    sizes, last_use = uses.sizes.tolist(), [-1] * len(uses.sizes)
-    tree = [0] * (len(uses.chunks) + 1)  # Fenwick: sizes of the chunks, each at its last use
-    held = 0
-
-    def add(place: int, size: int) -> None:
-        place += 1
-        while place < len(tree):
-            tree[place] += size
-            place += place & -place
-
-    distances, hits = [], []
-    for now, chunk in enumerate(uses.chunks.tolist()):
-        size, before = sizes[chunk], last_use[chunk]
-        if before >= 0:
-            place, older = before, 0  # of those used before `before`
-            while place > 0:
-                older += tree[place]
-                place -= place & -place
-            distances.append(held - older)
-            hits.append(size)
-            add(before, -size)
+def lru_hits(uses: Uses, capacity: float) -> int:
+    """Tokens that a store of that capacity finds, evicting what was used longest ago."""
+    sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
+    total = hits = 0
+    for chunk in uses.chunks.tolist():
+        if chunk in stored:
+            hits += sizes[chunk]
+            stored.move_to_end(chunk)
         else:
-            held += size
-        add(now, size)
-        last_use[chunk] = now
-    order = np.argsort(distances, kind="stable")
-    found = np.concatenate(([0], np.cumsum(np.array(hits, np.int64)[order])))
-    return [int(found[place]) for place in np.searchsorted(np.array(distances)[order], capacities, "right")]
+            stored[chunk] = None
+            total += sizes[chunk]
+        while total > capacity:
+            total -= sizes[stored.popitem(last=False)[0]]
+    return hits
 
 
 def most_hits(uses: Uses, capacity: float) -> int:

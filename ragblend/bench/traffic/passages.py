@@ -6,8 +6,8 @@ smallest hash is remembered, which depends on the window's tokens alone. So a pa
 remembered windows, and each that has 31 tokens or more has one. From such a window on, the tokens themselves are
 compared in both directions: what is found is repeated token for token, up to where it ends.
 
-Kept are 4 bytes per token that was new when it came (its id) and 2 for the windows, 20 per passage that was new, and 20
-per use of one. Text that comes again adds only uses. Read `Passages.see`.
+In memory are 4 bytes per new token (its id), about 12 for the windows, 16 per new passage, and 20 per use of one. Text
+that comes again adds only uses. Read `Passages.see`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from ragblend.bench.traffic.hashes import BLOCK, Hashes, HashMap
+from ragblend.bench.traffic.prefix_cache import BLOCK, ENTRY_BYTES
 from ragblend.bench.traffic.tokens import Ids
+
+Hashes = NDArray[np.uint64]
 
 WINDOW = 16  # tokens that are hashed together
 SPREAD = 16  # neighbouring windows of which one is remembered
@@ -34,7 +37,7 @@ _MIX, _BASE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _STEP = 256  # tokens that are compared at a time
 
 
-class Run(NamedTuple):
+class RepeatedRun(NamedTuple):
     """Tokens [start, end) of a prompt that had been seen, then at `source` of all new text."""
 
     start: int
@@ -47,7 +50,7 @@ class Passages:
 
     def __init__(self) -> None:
         self._ids, self._size = np.empty(1 << 16, np.int32), 0
-        self._windows = HashMap()
+        self._windows: dict[int, int] = {}  # hash of a remembered window: where it was first
         self._chunks: dict[int, int] = {}  # digest of a marked chunk: its place
         self.starts, self.first_requests = array("q"), array("q")  # of each passage that was new
         self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
@@ -59,9 +62,10 @@ class Passages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept, without the dictionary of marked chunks."""
+        """Bytes in memory, about, without the dictionary of marked chunks."""
         arrays = (self.starts, self.first_requests, self.run_sources, self.run_lengths, self.run_requests)
-        return self._ids.nbytes + self._windows.nbytes + sum(each.itemsize * len(each) for each in arrays)
+        windows = ENTRY_BYTES * len(self._windows)
+        return self._ids.nbytes + windows + sum(each.itemsize * len(each) for each in arrays)
 
     def ids(self, start: int, end: int) -> Ids:
         """The tokens at [start, end) of all new text."""
@@ -83,7 +87,7 @@ class Passages:
                 source = self._chunks.get(key)
                 if source is None:
                     new.append((start, end, key))
-                elif (run := _behind(Run(start, end, source), prefix)) is not None:
+                elif (run := _behind(RepeatedRun(start, end, source), prefix)) is not None:
                     found.append(run)
             place = end
         for run in found:
@@ -94,32 +98,32 @@ class Passages:
             self._keep(request, ids[start:end], key, seed)
         return sum(run.end - run.start for run in found)
 
-    def _search(self, ids: Ids, start: int, end: int, prefix: int, seed: int) -> list[Run]:
+    def _search(self, ids: Ids, start: int, end: int, prefix: int, seed: int) -> list[RepeatedRun]:
         """Repeated passages in [start, end), ascending and apart; what lies in the prefix is cut off."""
         start = max(start, prefix - 4 * LEAST)  # a passage may begin in the prefix and go on behind it
         if end - max(start, prefix) < 1 or end - start < LEAST:
             return []
         hashes = window_hashes(ids[start:end], seed)
         anchors = winnowed(hashes)
-        sources = self._windows.get(hashes[anchors])
-        runs: list[Run] = []
+        runs: list[RepeatedRun] = []
         done = start
-        for anchor, source in zip((anchors + start).tolist(), sources.tolist(), strict=True):
-            if source >= 0 and anchor >= done:
+        for anchor, window in zip((anchors + start).tolist(), hashes[anchors].tolist(), strict=True):
+            source = self._windows.get(window)
+            if source is not None and anchor >= done:
                 run = self._extended(ids, anchor, source, done, end)
                 if run.end - run.start >= LEAST:
                     runs.append(run)
                     done = run.end
         return [clipped for run in runs if (clipped := _behind(run, prefix)) is not None]
 
-    def _extended(self, ids: Ids, place: int, source: int, low: int, high: int) -> Run:
+    def _extended(self, ids: Ids, place: int, source: int, low: int, high: int) -> RepeatedRun:
         """The longest stretch around `place`, inside [low, high), that is equal to what stands around `source`."""
         passage = bisect_right(self.starts, source) - 1
         first = self.starts[passage]
         last = self.starts[passage + 1] if passage + 1 < len(self.starts) else self._size
         behind = _equal(ids[place:high], self._ids[source:last])
         before = _equal(ids[low:place][::-1], self._ids[first:source][::-1])
-        return Run(place - before, place + behind, source - before)
+        return RepeatedRun(place - before, place + behind, source - before)
 
     def _keep(self, request: int, ids: Ids, key: int, seed: int) -> None:
         """Remember a new passage; `key`: the digest of a marked chunk, whose windows are remembered, too."""
@@ -138,8 +142,8 @@ class Passages:
         if len(ids) >= WINDOW:
             hashes = window_hashes(ids, seed)
             anchors = winnowed(hashes)
-            fresh = self._windows.get(hashes[anchors]) < 0
-            self._windows.add(hashes[anchors[fresh]], anchors[fresh] + place)
+            for anchor, window in zip((anchors + place).tolist(), hashes[anchors].tolist(), strict=True):
+                self._windows.setdefault(window, anchor)
 
 
 def window_hashes(ids: Ids, seed: int) -> Hashes:
@@ -156,7 +160,7 @@ def window_hashes(ids: Ids, seed: int) -> Hashes:
     return hashes ^ (hashes >> np.uint64(29))
 
 
-def winnowed(hashes: Hashes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def winnowed(hashes: Hashes) -> NDArray[np.int64]:
     """Places of the smallest of every `SPREAD` neighbours, ascending, each once."""
     if len(hashes) <= SPREAD:
         return np.array([np.argmin(hashes)], np.int64) if len(hashes) else np.empty(0, np.int64)
@@ -175,15 +179,15 @@ def _equal(left: Ids, right: Ids) -> int:
     return count
 
 
-def _behind(run: Run, prefix: int) -> Run | None:
+def _behind(run: RepeatedRun, prefix: int) -> RepeatedRun | None:
     """What of a run lies behind the prefix; None for less than a block of one that begins in it: there the prefix
     itself goes on, and prefix caching reuses whole blocks alone."""
     cut = max(0, prefix - run.start)
     left = run.end - run.start - cut
-    return None if left <= 0 or (cut and left < BLOCK) else Run(run.start + cut, run.end, run.source + cut)
+    return None if left <= 0 or (cut and left < BLOCK) else RepeatedRun(run.start + cut, run.end, run.source + cut)
 
 
-def _between(runs: Iterable[Run], start: int, end: int) -> Iterator[tuple[int, int]]:
+def _between(runs: Iterable[RepeatedRun], start: int, end: int) -> Iterator[tuple[int, int]]:
     """What of [start, end) lies in no run."""
     for run in runs:
         if start < run.start:

@@ -1,8 +1,8 @@
-"""The pictures of an analysis and of a simulation, each drawn from its JSON object."""
+"""The picture of an analysis, drawn from its JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,47 +61,3 @@ def _plot_curve(axes: Any, facts: Mapping[str, Any]) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title("behind the prefix", fontsize="medium")
-
-
-_TIERS = {"memory": "#1f77b4", "disk": "#aec7e8", "remote": "#ff9896", "missing": "#c7c7c7"}
-
-
-def plot_simulation(facts: Mapping[str, Any], path: Path) -> None:
-    """Write TTFT and throughput over the number of replicas, a line per mode, and where blending found its chunks."""
-    with drawn(path, 13, 4.2) as figure:
-        waits, served, found = figure.subplots(1, 3)
-        runs = facts["runs"]
-        for mode in dict.fromkeys(run["mode"] for run in runs):
-            own = [run for run in runs if run["mode"] == mode]
-            counts, colour = [run["num_replicas"] for run in own], COLOURS[mode]
-            waits.plot(counts, [run["ttft_s"] for run in own], marker="o", ms=4, color=colour, label=mode)
-            waits.plot(counts, [run["ttft_p95_s"] for run in own], ls=":", color=colour)
-            served.plot(counts, [run["throughput"] for run in own], marker="o", ms=4, color=colour, label=mode)
-        for axes, label in (
-            (waits, "TTFT, seconds: median, and 95 % (dotted)"),
-            (served, "requests served per second"),
-        ):
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("replicas")
-            axes.set_ylabel(label)
-            axes.grid(alpha=0.3)
-            axes.legend()
-        waits.set_yscale("log")
-        served.set_ylim(bottom=0)
-        _plot_tiers(found, [run for run in runs if run["chunk_hits"]])
-        by = "tokens estimated" if facts["tokens_are_estimated"] else f"tokens by {facts['tokens_by']}"
-        figure.suptitle(f"simulated: {facts['num_requests']} requests, {by}, {runs[0]['router']}", fontsize="medium")
-
-
-def _plot_tiers(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    names, below = [str(run["num_replicas"]) for run in runs], [0.0] * len(runs)
-    for tier, colour in _TIERS.items():
-        shares = [run["chunk_hits"].get(tier, 0.0) for run in runs]
-        axes.bar(names, shares, bottom=below, color=colour, label=tier)
-        below = [low + share for low, share in zip(below, shares, strict=True)]
-    axes.set_ylim(0, 1.08)
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("share of the chunk tokens")
-    axes.set_title("where blending found them", fontsize="medium")
-    if runs:
-        axes.legend(fontsize="small")

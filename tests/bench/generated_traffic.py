@@ -1,8 +1,8 @@
 """Traffic of known shares: RAG over documents by Zipf's law, in sessions or one question at a time, and agents.
 
-`generate` writes requests as an OpenAI client sends them, and keeps the books while it does: what was sent before as
-the same beginning, what at another place, what never. The books know segments (a system text, a chunk, a question),
-not tokens or hashes, so that they can judge an analysis that works on those.
+`generate` yields log lines of OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
+place, or never. It counts by segments (a system text, a chunk, a question), not by tokens or hashes, so that it is
+independent of the analysis that it judges.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ragblend.bench.traffic.hashes import BLOCK
-from ragblend.bench.traffic.requests import header
-from ragblend.errors import UsageError
+from ragblend.bench.traffic.prefix_cache import BLOCK
+from ragblend.bench.traffic.requests import turn_header
 
 Count = Callable[[str], int]
 
@@ -41,11 +40,6 @@ class Traffic:
     log_answers: bool = True
     marked: bool = False  # chunks as content blocks with a `chunk_id`
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_sessions", "turns", "num_documents", "chunks_per_document", "chunk_words", "question_words"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
 
 
 KINDS: dict[str, Traffic] = {
@@ -89,7 +83,7 @@ class Generated:
             if self.traffic.edit_every and (number + 1) % self.traffic.edit_every == 0:
                 world.edit()
             body = {"model": "generated", "messages": [_message(turn, self.traffic.marked) for turn in turns]}
-            entry = {"timestamp": START_S + number, "request": body}
+            entry = {"timestamp": START_S + number, "body": body}
             yield entry | ({"response": _response(answer)} if self.traffic.log_answers else {})
 
 
@@ -152,7 +146,7 @@ _JOINT = "\n\n"
 def _segments(turn: Turn) -> list[tuple[str, bool]]:
     """What the analysis reads of a turn, piece by piece: its header, its texts and what stands between them."""
     role, texts = turn
-    found: list[tuple[str, bool]] = [(header(role), False)]
+    found: list[tuple[str, bool]] = [(turn_header(role), False)]
     for number, text in enumerate(texts):
         found += ([(_JOINT, False)] if number else []) + [text]
     return [*found, ("\n", False)]
