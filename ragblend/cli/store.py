@@ -83,7 +83,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
-        vectors = opened.vectors_shown
+    vectors = manifest.vectors or "faiss"
     facts: dict[str, Any] = {
         "index": settings.index,
         "store": settings.store,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @takes(
     "model backend index store remote rule ratio k neighbours order max_tokens chunk_size context embedder "
-    "vectors system namespace dtype kv_dtype device trust_remote_code",
+    "system namespace dtype kv_dtype device trust_remote_code",
     demo="Open on the demo's corpus, with questions to ask; nothing else is needed.",
 )
 def ui(
