@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LONG_TEXT = 1000  # characters; a text as long holds documents more often than not
+
 
 class UnrecognisedChunkError(RagblendError):
     """With `strict=True`: a chunk that should have been reused is not in the prompt, or its KV is not in the store."""
@@ -407,12 +409,13 @@ class BlendModel(BaseModel):
         return engine.stream(request.prompt, **request.options.keywords)
 
     def _note_prompt(self, request: Request) -> None:
-        """Tell the engine of a prompt in which no chunk was recognised: it may hold documents all the same."""
+        """Tell the engine of a long prompt in which no chunk was recognised: it may hold documents all the same."""
         notices: Notices | None = getattr(self.engine, "notices", None)
         if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
             return
         texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
-        notices.recognised_nothing(max(map(len, texts), default=0), lambda: len(self.registry) > 0)
+        if max(map(len, texts), default=0) >= _LONG_TEXT:
+            notices.missed()
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""

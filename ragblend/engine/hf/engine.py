@@ -52,8 +52,7 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
 
-    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say. It sees its store's
-    entries, so `notices` can tell an empty store from one that was filled behind another prefix.
+    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
