@@ -13,8 +13,8 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
-from ragblend.bench.quality.cases import Case
-from ragblend.bench.quality.measures import FULL, Answer, answer, loss, read
+from ragblend.lab.quality.cases import Case
+from ragblend.lab.quality.measures import FULL, Answer, answer, loss, read
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt
 

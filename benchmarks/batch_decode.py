@@ -20,10 +20,10 @@ from typing import Any
 
 import typer
 
-from ragblend.bench.common.hardware import card_lines, hardware_card
-from ragblend.bench.common.output import Column, on_terminal, table
-from ragblend.bench.common.shapes import SHAPES
-from ragblend.bench.common.workloads import draw_prompts, engine_for, engine_for_model
+from ragblend.lab.bench.common.hardware import card_lines, hardware_card
+from ragblend.lab.bench.common.output import Column, on_terminal, table
+from ragblend.lab.bench.common.shapes import SHAPES
+from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, engine_for_model
 from ragblend.cli.options import split_counts, split_names
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, use_threads

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ragblend.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.lab.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.cli.printing import err, print_json
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore

@@ -26,7 +26,7 @@ import jsonschema
 import typer
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.bench.common.hardware import card_lines, hardware_card
+from ragblend.lab.bench.common.hardware import card_lines, hardware_card
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
 from ragblend.engine.generation import GenerationStream, Guide, Prefilled, Request

@@ -26,7 +26,7 @@ import torch
 torch.set_num_threads(1)
 import transformers, faiss, xxhash, safetensors, tokenizers
 from ragblend.cli import app as cli, store as cli_store
-from ragblend.upkeep import maintenance
+from ragblend.operations import maintenance
 from ragblend import precompute, llm, chains, vectorstores
 from ragblend.ingestion import forget as forgetting
 from ragblend.llamaindex import query as llamaindex

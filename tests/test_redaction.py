@@ -17,7 +17,7 @@ from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.redaction import redacted
-from ragblend.upkeep.serve import ServeOptions, prepare
+from ragblend.operations.serve import ServeOptions, prepare
 
 SECRET = "geheim"
 URLS = (

@@ -144,7 +144,7 @@ def explain(
         )
     from ragblend.engine.hf.engine import TransformersEngine
     from ragblend.prompt.prompt import SegmentedPrompt
-    from ragblend.upkeep.explain_page import plot_explanation, summary_lines, write_html
+    from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
         assert isinstance(engine, TransformersEngine)

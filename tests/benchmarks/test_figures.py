@@ -24,12 +24,12 @@ from benchmarks.baselines import (
     reordered,
 )
 from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run_figure
-from ragblend.bench.common.configs import QualityConfig
-from ragblend.bench.common.plots import plot_panel
-from ragblend.bench.quality.cases import Case
-from ragblend.bench.quality.data import demo_cases, prompt_of
-from ragblend.bench.quality.measures import FULL, Answer
-from ragblend.bench.quality.study import QualityResult, measure, run_quality, table_lines
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.plots import plot_panel
+from ragblend.lab.quality.cases import Case
+from ragblend.lab.quality.data import demo_cases, prompt_of
+from ragblend.lab.quality.measures import FULL, Answer
+from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine

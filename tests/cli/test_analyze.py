@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from commands import run_command
 
-from ragblend.bench.traffic.models import kv_bytes_per_token
+from ragblend.lab.traffic.models import kv_bytes_per_token
 from ragblend.demo import WEIGHTS
 from ragblend.engine.tuning.pipeline import MachineProfile
 

@@ -16,7 +16,7 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
 from ragblend.precompute import ingest, open_engine_index
-from ragblend.upkeep.maintenance import verify_store
+from ragblend.operations.maintenance import verify_store
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20

@@ -34,7 +34,7 @@ from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
 from ragblend.precompute import ingest, open_engine_index, pin_document
-from ragblend.upkeep.maintenance import repair_store, verify_store
+from ragblend.operations.maintenance import repair_store, verify_store
 
 pytestmark = pytest.mark.timeout(3600)
 

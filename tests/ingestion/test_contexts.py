@@ -31,7 +31,7 @@ from ragblend.precompute import (
     precompute_index,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, push_store, repair_store, verify_store
+from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
 
 TEXTS = {
     "fox": "Bob Fox lives in Norburg and plays the flute.",

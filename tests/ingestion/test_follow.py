@@ -40,7 +40,7 @@ from ragblend.precompute import (
     precompute_documents,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, verify_store
+from ragblend.operations.maintenance import collect_garbage, verify_store
 
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 

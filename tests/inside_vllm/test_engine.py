@@ -24,7 +24,7 @@ from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, kee
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
-from ragblend.upkeep.doctor import examine_vllm
+from ragblend.operations.doctor import examine_vllm
 
 A, B, C = (
     "George Keller lives in Kinport. Julia Bishop works for Synon.",

@@ -29,7 +29,7 @@ from ragblend.precompute import (
     pin_document,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, verify_store
+from ragblend.operations.maintenance import collect_garbage, verify_store
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 SEEDS = range(5) if FULL else range(1)

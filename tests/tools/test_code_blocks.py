@@ -26,7 +26,7 @@ from typer.main import get_command
 
 from ragblend.cli.app import app
 from ragblend.demo.corpus import sample_corpus
-from ragblend.upkeep.calibrate import num_needed
+from ragblend.lab.calibrate import num_needed
 
 # Not executed here, and why. A test fails where a line of this is no longer needed.
 ELSEWHERE = {

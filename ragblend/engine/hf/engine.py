@@ -29,7 +29,7 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
 from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.constrain import Grammars
-from ragblend.engine.hf.explain import Explanation, explain
+from ragblend.lab.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import is_quantised
 from ragblend.engine.many import grouped

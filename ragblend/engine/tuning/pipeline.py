@@ -2,7 +2,7 @@
 
 The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
 and a tier's throughput. Read `decide` (one request) and `plan` (which storage to buy). Pure arithmetic on seconds,
-bytes and tokens; knows no model, store or framework. `ragblend.upkeep.measure` measures a MachineProfile.
+bytes and tokens; knows no model, store or framework. `ragblend.lab.profile` measures a MachineProfile.
 """
 
 from __future__ import annotations

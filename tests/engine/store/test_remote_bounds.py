@@ -12,7 +12,7 @@ import pytest
 from servers import RedisServer, TalkingServer, TcpProxy, running_redis
 from tier_support import DictValues, assert_same, make_kv
 
-from ragblend.bench.common.hardware import peak_rss_bytes, reset_peak_rss
+from ragblend.lab.bench.common.hardware import peak_rss_bytes, reset_peak_rss
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.remote import redis_values as remote_redis
 from ragblend.engine.store.remote import tier as remote
