@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ragblend import load_engine
+from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM
 from ragblend.lab.quality.data import load_cases, prompt_of
-from ragblend.corpus.embedders import default_embedder
 
 
 def watch_selections() -> list[list[int]]:

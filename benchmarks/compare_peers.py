@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
+from ragblend.corpus.embedders import load_embedder
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM
 from ragblend.lab.quality.data import Nearest, load_cases, prompt_of, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
-from ragblend.corpus.embedders import load_embedder
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.load import load_engine
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.prompt.prompt import SegmentedPrompt, as_chunk
 
 CONFIGURATIONS = (

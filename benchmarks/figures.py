@@ -19,17 +19,17 @@ import typer
 from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
+from ragblend.cli.lab.bench import PlotOption, config_from, options_of
+from ragblend.cli.printing import out as stdout
+from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Echo, Tell, bench
 from ragblend.lab.bench.common.plots import Panel, plot_quality
 from ragblend.lab.quality.cases import Case
 from ragblend.lab.quality.measures import Configuration, read
 from ragblend.lab.quality.study import QualityResult, Record, engine_for, expect, run_quality, table_lines
-from ragblend.cli.lab.bench import PlotOption, config_from, options_of
-from ragblend.cli.printing import out as stdout
-from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.errors import UsageError
 from ragblend.prompt.prompt import SegmentedPrompt
 
 PANELS = (

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragblend.cli.lab.analyze import analyze
-from ragblend.cli.ask import ask, chat, explain, search
-from ragblend.cli.lab.bench import bench_app
-from ragblend.cli.lab.calibrate import calibrate_app
+from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
 from ragblend.cli.groups import Grouped, add_epilogs, epilog
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.lab.analyze import analyze
+from ragblend.cli.lab.bench import bench_app
+from ragblend.cli.lab.calibrate import calibrate_app
+from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import register as register_plan
+from ragblend.cli.lab.ui import ui
+from ragblend.cli.options import JsonOption, takes
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
 from ragblend.cli.session import one_thread, quiet_libraries
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
-from ragblend.cli.lab.ui import ui
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
 

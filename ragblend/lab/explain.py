@@ -1,8 +1,8 @@
 """One prompt, token by token: what was reused, what was recomputed, and how far each was from full prefill.
 
-`explain` answers the prompt by blending and by full prefill and compares the KV of both; `engine.explain` is the way
-in, `Comparison` the one to more modes and other ratios. Knows engines that decode themselves. Knows nothing about how
-an explanation is drawn (`upkeep.explain_page`).
+`explain` answers the prompt by blending and by full prefill and compares the KV of both; `Comparison` does so for more
+modes and other ratios. Works on engines that decode themselves. Does not depend on how an explanation is drawn
+(`lab.explain_page`).
 """
 
 from __future__ import annotations

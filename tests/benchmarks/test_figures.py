@@ -24,17 +24,17 @@ from benchmarks.baselines import (
     reordered,
 )
 from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run_figure
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.engine.report import BlendReport
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import plot_panel
 from ragblend.lab.quality.cases import Case
 from ragblend.lab.quality.data import demo_cases, prompt_of
 from ragblend.lab.quality.measures import FULL, Answer
 from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
-from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.load import load_engine
-from ragblend.engine.report import BlendReport
-from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
 
 CONFIG = QualityConfig(num_questions=28)

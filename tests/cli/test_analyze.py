@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from commands import run_command
 
-from ragblend.lab.traffic.models import kv_bytes_per_token
 from ragblend.demo import WEIGHTS
 from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.lab.traffic.models import kv_bytes_per_token
 
 PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office", "rent") * 15) for number in range(8)]
 

@@ -15,8 +15,8 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
-from ragblend.precompute import ingest, open_engine_index
 from ragblend.operations.maintenance import verify_store
+from ragblend.precompute import ingest, open_engine_index
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20

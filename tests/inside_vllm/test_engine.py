@@ -23,8 +23,8 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
-from ragblend.precompute import precompute_documents
 from ragblend.operations.doctor import examine_vllm
+from ragblend.precompute import precompute_documents
 
 A, B, C = (
     "George Keller lives in Kinport. Julia Bishop works for Synon.",

@@ -14,14 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend import SegmentedPrompt, load_engine
+from ragblend.cli.app import app
+from ragblend.corpus.embedders import MiniLMEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.cases import SYSTEM
 from ragblend.lab.quality.data import load_cases, prompt_of, stored_chunks
 from ragblend.lab.quality.measures import Configuration
 from ragblend.lab.quality.study import Record, measure, summarise
-from ragblend.cli.app import app
-from ragblend.corpus.embedders import MiniLMEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
 GGUF = MODEL.with_suffix(".gguf")

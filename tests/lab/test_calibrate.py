@@ -18,7 +18,6 @@ from scipy.stats import binomtest
 from tokenizers import Tokenizer
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.lab.bench.common.plots import plot_calibration
 from ragblend.cli.lab.calibrate import facts_of, lines_of
 from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import questions_about, sample_corpus
@@ -37,8 +36,7 @@ from ragblend.engine.tuning.calibration import (
 )
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.precompute import ingest, open_engine_index
-from ragblend.prompt.prompt import Chunk
+from ragblend.lab.bench.common.plots import plot_calibration
 from ragblend.lab.calibrate import (
     CalibrationRun,
     HeldOut,
@@ -56,6 +54,8 @@ from ragblend.lab.calibrate import (
     settings_for,
     split_questions,
 )
+from ragblend.precompute import ingest, open_engine_index
+from ragblend.prompt.prompt import Chunk
 
 RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
 STANDARD, OTHER, DEEPER = Setting(AUTO, 1), Setting(FALLBACK, 1), Setting(FALLBACK, 2)

@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.lab.explain import STATES, Comparison, Explanation
 from ragblend.engine.report import Mode
 from ragblend.errors import UsageError
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 CHUNKS = (
     Chunk("the theory of the other chunk is in the answer", source="one.txt"),
@@ -36,7 +36,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine
 
 @pytest.fixture
 def explanation(engine: TransformersEngine) -> Explanation:
-    return engine.explain(PROMPT, rule="repair", recompute_ratio=0.3, max_tokens=6)
+    return explain(engine, PROMPT, rule="repair", recompute_ratio=0.3, max_tokens=6)
 
 
 def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
@@ -103,7 +103,7 @@ def test_exact_tokens_do_not_deviate_and_recomputing_everything_leaves_nothing(e
     repaired = [token for token in explanation.tokens if token.state == "recomputed"]
     before, after = sum(token.deviation for token in repaired), sum(token.remaining for token in repaired)
     assert after < before
-    everything = engine.explain(PROMPT, recompute_ratio=1.0, max_tokens=6)
+    everything = explain(engine, PROMPT, recompute_ratio=1.0, max_tokens=6)
     assert max(token.remaining for token in everything.tokens) < 1e-4
     assert everything.answers_identical
     assert everything.first_token_agrees
@@ -120,7 +120,7 @@ def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypa
         return prefill(request)
 
     monkeypatch.setattr(engine, "prefill", lossy)
-    explanation = engine.explain(PROMPT, recompute_ratio=0.3, max_tokens=2)
+    explanation = explain(engine, PROMPT, recompute_ratio=0.3, max_tokens=2)
     lost = explanation.segments[5]
     assert lost.chunk.hit
     assert lost.deviation is None
@@ -137,7 +137,7 @@ def test_both_answers_are_the_engines_own(engine, explanation):
 
 
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
-    explanation = engine.explain(SegmentedPrompt.from_parts([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
+    explanation = explain(engine, SegmentedPrompt.from_parts([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
     assert explanation.tokens[-1].state == "computed"
     assert explanation.question == ""
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
 @pytest.mark.parametrize("options", [{"mode": "reuse"}, {"conversation": Conversation()}])
 def test_other_modes_and_conversations_are_refused(engine, options: dict[str, Any]):
     with pytest.raises(UsageError, match="leave mode and conversation out"):
-        engine.explain(PROMPT, **options)
+        explain(engine, PROMPT, **options)
 
 
 def test_characters_of_several_tokens_belong_to_the_last_one(segmenter):
@@ -162,7 +162,7 @@ def test_characters_of_several_tokens_belong_to_the_last_one(segmenter):
 def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock_model):
     found = ["Content: ", Chunk(CHUNKS[0].text, in_text=True), "\nwhat is that?"]
     prompt = SegmentedPrompt.from_messages([("user", found)])
-    explanation = engine.explain(prompt, recompute_ratio=1.0, max_tokens=6)
+    explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
     assert explanation.boundaries_moved
     assert explanation.first_token_kl > 1e-4
     assert max(token.remaining for token in explanation.tokens) < 1e-4  # of the KV of the very same tokens
@@ -170,7 +170,7 @@ def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock
     with torch.no_grad():
         answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
     assert explanation.full_answer == engine.segmenter.decode(answer[0, len(whole) :].tolist())
-    assert not engine.explain(PROMPT, max_tokens=2).boundaries_moved
+    assert not explain(engine, PROMPT, max_tokens=2).boundaries_moved
 
 
 def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
@@ -183,7 +183,7 @@ def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_
     assert compared.agreement("full") == (True, True, 0.0)
     assert compared.agreement("prefix").first_token_kl < 1e-5
     assert compared.agreement("reuse").first_token_kl > 1e-5
-    once = engine.explain(PROMPT, recompute_ratio=0.3, **options)
+    once = explain(engine, PROMPT, recompute_ratio=0.3, **options)
     assert [token.state for token in compared.explanation().tokens] == [token.state for token in once.tokens]
 
     prefilled: list[str] = []

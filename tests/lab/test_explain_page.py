@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.lab.explain import Explanation
-from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.lab.explain import Explanation, explain
 from ragblend.lab.explain_page import (
     OPEN_TOKENS,
     deviation_scale,
@@ -19,6 +18,7 @@ from ragblend.lab.explain_page import (
     summary_lines,
     write_html,
 )
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 EVIL = "</p><script>alert('1')</script> & \"quoted\" <b onclick=x>$\\frac{1}$ {{ 7 * 7 }}"
 VOID = {"meta", "input", "rect", "link", "br", "img"}
@@ -77,7 +77,7 @@ def explanation(tiny_engine: Callable[..., TransformersEngine], evil_chunks: lis
     engine = tiny_engine("llama")
     for chunk in evil_chunks[:2]:
         engine.precompute(chunk)
-    return engine.explain(SegmentedPrompt(evil_chunks, f"what? {EVIL}"), rule="repair", max_tokens=4)
+    return explain(engine, SegmentedPrompt(evil_chunks, f"what? {EVIL}"), rule="repair", max_tokens=4)
 
 
 def test_every_token_is_there_once_and_in_order(explanation):
@@ -125,7 +125,7 @@ def test_it_shows_states_figures_and_what_was_missed(explanation):
 def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine, evil_chunks):
     engine = tiny_engine("llama")
     engine.precompute(evil_chunks[0])
-    page = render_html(engine.explain(SegmentedPrompt(evil_chunks, "what?"), rule="first_k", max_tokens=2))
+    page = render_html(explain(engine, SegmentedPrompt(evil_chunks, "what?"), rule="first_k", max_tokens=2))
     assert "does not ask the question" in page
     assert 'type="radio"' not in page
     assert "Where the question looked" not in page

@@ -14,10 +14,10 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
+    from ragblend.engine.tuning.pipeline import MachineProfile
     from ragblend.lab.traffic.analysis import Analysis, AnalysisConfig
     from ragblend.lab.traffic.requests import ChunkMarkers
     from ragblend.lab.traffic.tokens import Tokens
-    from ragblend.engine.tuning.pipeline import MachineProfile
 
 TIER = "disk"
 
@@ -115,10 +115,10 @@ def _config(
     measured: MachineProfile | None,
 ) -> AnalysisConfig:
     """What is counted with; a model's own numbers where none are given."""
+    from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.traffic.analysis import AnalysisConfig
     from ragblend.lab.traffic.cost_model import BlendSettings
     from ragblend.lab.traffic.models import kv_bytes_of
-    from ragblend.engine.fusion.rules import find_rule
 
     markers = _markers_of(separator, settings)
     if kv_bytes is None:
@@ -133,9 +133,9 @@ def _config(
 
 def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
     """What marks chunks in plain texts: the separator, and the texts that the store has ingested."""
-    from ragblend.lab.traffic.requests import ChunkMarkers
     from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
     from ragblend.frameworks.boundaries import check_separator
+    from ragblend.lab.traffic.requests import ChunkMarkers
 
     if separator is not None:
         check_separator(separator)

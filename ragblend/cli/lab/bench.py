@@ -15,6 +15,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
+from ragblend.cli.groups import Listed
+from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
+from ragblend.cli.printing import err, out, print_json
+from ragblend.cli.session import quiet_libraries, use_threads
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import (
     BenchConfig,
     IngestConfig,
@@ -24,11 +29,6 @@ from ragblend.lab.bench.common.configs import (
     TtftConfig,
     hints_of,
 )
-from ragblend.cli.groups import Listed
-from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
-from ragblend.cli.printing import err, out, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.errors import UsageError
 
 bench_app = typer.Typer(
     help="Measure, side by side in one process.", cls=Listed, no_args_is_help=True, rich_markup_mode=None

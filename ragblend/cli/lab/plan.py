@@ -18,8 +18,9 @@ from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
     from ragblend.engine.hf.engine import TransformersEngine
-    from ragblend.engine.tuning.pipeline import MachineProfile, Option, Plan
+    from ragblend.engine.tuning.pipeline import MachineProfile
     from ragblend.engine.vllm.engine import VllmEngine
+    from ragblend.lab.plan import Option, Plan
     from ragblend.lab.profile import Effort
 
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
@@ -90,8 +91,8 @@ def plan(
     use_threads(threads)
     _bind_threads(settings, threads)
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.engine.tuning.pipeline import Need, parse_storage
-    from ragblend.engine.tuning.pipeline import plan as make_plan
+    from ragblend.lab.plan import Need, parse_storage
+    from ragblend.lab.plan import plan as make_plan
     from ragblend.lab.profile import find_profile
 
     profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))

@@ -29,7 +29,6 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
 from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.constrain import Grammars
-from ragblend.lab.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import is_quantised
 from ragblend.engine.many import grouped
@@ -196,10 +195,6 @@ class TransformersEngine(BlendingEngine):
             self._shadow.consider(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
-
-    def explain(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
-        """Answer `prompt` by blending and by full prefill; what became of every token. See `explain.explain`."""
-        return explain(self, prompt, **options)
 
     def request(
         self,

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.store.open import open_store
+from ragblend.errors import RagblendError
+from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import BenchResult, Column, bench, table
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import directory_of, draw_prompts, engine_for, threads
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.store.open import open_store
-from ragblend.errors import RagblendError
-from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.options import ContextPolicy
 from ragblend.precompute import IngestReport, ingest, precompute_chunks
 from ragblend.prompt.prompt import Chunk

@@ -16,12 +16,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragblend.lab.bench.common.configs import LoadConfig
-from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
-from ragblend.lab.bench.common.plots import plot_load
-from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import PromptSet, directory_of, engine_for, prompts_of, threads
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.hf.engine import TransformersEngine
@@ -34,8 +28,14 @@ from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.engine.tuning.pipeline import MachineProfile, choose_ratio
 from ragblend.errors import RagblendError
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
+from ragblend.lab.bench.common.plots import plot_load
+from ragblend.lab.bench.common.shapes import find_dtype, find_shape
+from ragblend.lab.bench.common.workloads import PromptSet, directory_of, engine_for, prompts_of, threads
 from ragblend.lab.profile import Effort, measure_machine
+from ragblend.prompt.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.vllm.engine import VllmEngine
@@ -189,8 +189,8 @@ class Subject(NamedTuple):
 @contextmanager
 def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[Subject]:
     if config.backend == "vllm":
-        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
         from ragblend.engine.vllm.worker import worker_of_this_process
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
 
         shape = find_shape(config.shape)
         token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.answer import Delta, VllmRequest
+from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import Case, ThroughputConfig, cases_of
 from ragblend.lab.bench.common.output import BenchResult, Column, bench, table
 from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import prompts_of, threads
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
-from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import Delta, VllmRequest
-from ragblend.errors import RagblendError
 from ragblend.options import Mode
 from ragblend.prompt.prompt import SegmentedPrompt
 

@@ -15,12 +15,6 @@ from statistics import median
 from time import process_time
 from typing import Any, NamedTuple
 
-from ragblend.lab.bench.common.configs import Case, TtftConfig
-from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
-from ragblend.lab.bench.common.plots import plot_ttft
-from ragblend.lab.bench.common.shapes import find_dtype
-from ragblend.lab.bench.common.workloads import PromptSet, directory_of, engine_for, engine_for_model, prompts_of, threads
 from ragblend.engine.api import Engine
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.model import load_model
@@ -28,6 +22,19 @@ from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.lab.bench.common.configs import Case, TtftConfig
+from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table
+from ragblend.lab.bench.common.plots import plot_ttft
+from ragblend.lab.bench.common.shapes import find_dtype
+from ragblend.lab.bench.common.workloads import (
+    PromptSet,
+    directory_of,
+    engine_for,
+    engine_for_model,
+    prompts_of,
+    threads,
+)
 from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
 

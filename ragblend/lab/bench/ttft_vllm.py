@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
+from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_segmenter
-from ragblend.engine.vllm.launch import find_checkpoint, is_cuda, require_vllm, transfer_config
-from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import ragblend
-from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.cases import Case, part_of
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import Embedder
@@ -30,6 +28,8 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.quality.cases import Case, part_of
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, as_chunk
 
 SUMMARISE = "Write a summary of all the passages."

@@ -22,6 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragblend.corpus.embedders import default_embedder, load_embedder
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.generation import Request
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import BenchResult, bench
@@ -46,14 +54,6 @@ from ragblend.lab.quality.measures import (
     read,
     rouge_l,
 )
-from ragblend.corpus.embedders import default_embedder, load_embedder
-from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.generation import Request
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.load import load_engine
-from ragblend.engine.store.kv import dtype_name
-from ragblend.engine.store.tiered import MemoryStore
-from ragblend.intervals import mean_interval
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.lab.traffic.cost_model import BY_THE_PAPER, BlendSettings, PromptTokenCounts, Saving, mean_saving
 from ragblend.lab.traffic.curve import Uses, capacities_of, lru_hits, most_hits, sampled, uses_of, zipf_slope
 from ragblend.lab.traffic.passages import Passages
@@ -22,7 +23,6 @@ from ragblend.lab.traffic.prefix_cache import PrefixCache, namespace_seed
 from ragblend.lab.traffic.reader import Progress, RequestFile, read_requests
 from ragblend.lab.traffic.requests import NO_MARKERS, ChunkMarkers
 from ragblend.lab.traffic.tokens import Tokens
-from ragblend.engine.tuning.pipeline import MachineProfile
 
 TOP = 10  # chunks that are listed
 SHOWN_TOKENS = 60  # of a chunk's text, with --show-texts

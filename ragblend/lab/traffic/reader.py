@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import xxhash
 
-from ragblend.lab.traffic.requests import NO_MARKERS, ChunkMarkers, LoggedRequest, requests_in, turn_header
-from ragblend.lab.traffic.tokens import Ids, Tokens
 from ragblend.errors import EmptyCorpusError, NotFoundError
 from ragblend.files.reading import open_file
+from ragblend.lab.traffic.requests import NO_MARKERS, ChunkMarkers, LoggedRequest, requests_in, turn_header
+from ragblend.lab.traffic.tokens import Ids, Tokens
 
 STDIN = "-"
 MAX_LINE = 64 << 20

@@ -17,15 +17,15 @@ from ragblend.corpus.folders import shown
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.lab.explain import Comparison
 from ragblend.engine.hf.model import DEMO
 from ragblend.engine.report import MODES, Generation, Mode
 from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
-from ragblend.prompt.prompt import SegmentedPrompt
+from ragblend.lab.explain import Comparison
+from ragblend.lab.explain_page import render_tokens
 from ragblend.lab.ui.desk import Job, Stopped
 from ragblend.lab.ui.uploads import document_names, readable_endings, shown_name
-from ragblend.lab.explain_page import render_tokens
+from ragblend.prompt.prompt import SegmentedPrompt
 
 NUM_KEPT = 2
 """Questions whose KV is held in memory, to be blended again: one for each of two tabs."""

@@ -32,11 +32,11 @@ from ragblend.config import Settings
 from ragblend.engine.api import Engine
 from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
+from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import Find, Room, ask, blend_again
 from ragblend.lab.ui.desk import Desk, Job
 from ragblend.lab.ui.guard import App, Guard, is_loopback
 from ragblend.lab.ui.uploads import TooLargeError, Upload, checked_name, take_in, uploads_folder
-from ragblend.lab.explain_page import tokens_style
 
 log = logging.getLogger(__name__)
 

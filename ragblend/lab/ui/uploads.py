@@ -21,8 +21,8 @@ from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import RagblendError, UsageError, check_unicode
 from ragblend.files.directory import Directory
 from ragblend.index import ChunkIndex
-from ragblend.precompute import ingest
 from ragblend.lab.ui.desk import Job
+from ragblend.precompute import ingest
 
 MIB = 1 << 20
 _SPOOL_BYTES = 8 * MIB  # more than this of an upload waits on disk

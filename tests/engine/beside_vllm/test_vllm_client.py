@@ -38,10 +38,10 @@ from ragblend.errors import (
 )
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
+from ragblend.operations.doctor import examine_vllm
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
-from ragblend.operations.doctor import examine_vllm
 
 A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
 PROMPT = SegmentedPrompt([A, B], "Where does George Keller live?")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ragblend.cli import app as cli
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench import ingest as module
 from ragblend.lab.bench.common.configs import IngestConfig
 from ragblend.lab.bench.common.workloads import draw_prompts, engine_for
 from ragblend.lab.bench.ingest import bench_ingest, prefill_only, run_ingest, table_lines
-from ragblend.cli import app as cli
-from ragblend.engine.store.tiered import MemoryStore
-from ragblend.errors import RagblendError, UsageError
 
 SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}

@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from ragblend.engine.fusion.loader import LayerEvent, Timeline
+from ragblend.engine.report import BlendReport
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.load import (
@@ -24,13 +31,6 @@ from ragblend.lab.bench.load import (
     table_lines,
     timeline_facts,
 )
-from ragblend.engine.fusion.loader import LayerEvent, Timeline
-from ragblend.engine.report import BlendReport
-from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV
-from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.tuning.pipeline import MachineProfile
-from ragblend.errors import RagblendError, UsageError
 from tests.tier_support import assert_same, make_kv
 
 SMALL: dict[str, Any] = {

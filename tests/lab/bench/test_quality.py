@@ -13,6 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 import ragblend
+from ragblend.cli.app import app
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.load import load_engine
+from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.cases import Case, part_of
@@ -38,11 +43,6 @@ from ragblend.lab.quality.study import (
     summarise,
     table_lines,
 )
-from ragblend.cli.app import app
-from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.load import load_engine
-from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 QUESTIONS = Path(__file__).parents[2] / "data" / "questions"
 RUN_KEYS = {

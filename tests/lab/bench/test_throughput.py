@@ -15,6 +15,10 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
+from ragblend.cli.app import app
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.answer import Delta
+from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
 from ragblend.lab.bench.common.plots import plot_throughput
 from ragblend.lab.bench.common.workloads import draw_prompts, make_prompts
@@ -34,10 +38,6 @@ from ragblend.lab.bench.throughput import (
     table_lines,
 )
 from ragblend.lab.bench.ttft import Case
-from ragblend.cli.app import app
-from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import Delta
-from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 FULL, PREFIX, BLEND = Case("full", "none"), Case("prefix", "none"), Case("blend", "cacheblend")

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, recursive, sampled_from, text
 
+from ragblend.corpus.texts import ChunkRegistry
+from ragblend.errors import NotFoundError
 from ragblend.lab.traffic import reader
 from ragblend.lab.traffic.reader import ParseErrors, RequestFile, files_of, lines_of
 from ragblend.lab.traffic.requests import ChunkMarkers, LoggedRequest, PromptPiece, requests_in
 from ragblend.lab.traffic.tokens import Estimate
-from ragblend.corpus.texts import ChunkRegistry
-from ragblend.errors import NotFoundError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who signed?"}]
 BODY = {"model": "m", "messages": CHAT, "temperature": 0}

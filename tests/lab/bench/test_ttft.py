@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from ragblend.engine.report import BlendReport
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import Case, TtftConfig
 from ragblend.lab.bench.common.plots import plot_ttft
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.ttft import Sample, bench_ttft, run_ttft, summarise, table_lines
-from ragblend.engine.report import BlendReport
-from ragblend.errors import UsageError
 
 NUM_CHUNKS, CHUNK_TOKENS = 4, 20
 SMALL: dict[str, Any] = {

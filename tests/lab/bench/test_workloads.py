@@ -6,6 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragblend.engine.fusion.self_check import self_check
+from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.shapes import SHAPES, Shape, find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
     PREFIX_TOKENS,
@@ -15,10 +19,6 @@ from ragblend.lab.bench.common.workloads import (
     random_model,
     synthetic_segmenter,
 )
-from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.layers import TransformersLayers
-from ragblend.engine.store.tiered import MemoryStore
-from ragblend.errors import UsageError
 
 TINY = SHAPES["tiny"]
 

@@ -14,10 +14,10 @@ from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
 from ragblend.errors import UnsupportedModelError, UsageError
-from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.lab.ui import app, desk
 from ragblend.lab.ui.answers import Asked
 from ragblend.lab.ui.uploads import checked_name, uploads_folder
+from ragblend.prompt.prompt import SegmentedPrompt
 
 EVIL = "</p><script>hacked = 1</script>"
 

@@ -51,9 +51,9 @@ class BenchConfig:
     seed: Annotated[int, Option("--seed")] = 0
 
     def __post_init__(self) -> None:
-        from ragblend.lab.bench.common.shapes import find_dtype, find_shape
         from ragblend.engine.fusion.rules import check_ratio, find_rule
         from ragblend.engine.store.kv import dtype_name
+        from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 
         hints = hints_of(type(self))
         for name in (each.name for each in fields(self)):

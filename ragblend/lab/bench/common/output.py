@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ragblend.engine.report import BlendReport
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import card_lines
 from ragblend.lab.bench.common.plots import require_matplotlib
-from ragblend.engine.report import BlendReport
 
 Draw = Callable[[Mapping[str, Any], Path], None]
 Echo = Callable[[str], None]
