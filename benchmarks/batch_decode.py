@@ -20,10 +20,6 @@ from typing import Any
 
 import typer
 
-from ragblend.bench.common.hardware import card_lines, hardware_card
-from ragblend.bench.common.output import Column, on_terminal, table
-from ragblend.bench.common.shapes import SHAPES
-from ragblend.bench.common.workloads import draw_prompts, engine_for, engine_for_model
 from ragblend.cli.options import split_counts, split_names
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, use_threads
@@ -31,6 +27,10 @@ from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.hf.model import load_model
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.lab.bench.common.hardware import card_lines, hardware_card
+from ragblend.lab.bench.common.output import Column, on_terminal, table
+from ragblend.lab.bench.common.shapes import SHAPES
+from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, engine_for_model
 from ragblend.options import ModelOptions
 from ragblend.prompt.prompt import SegmentedPrompt
 

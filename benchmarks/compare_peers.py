@@ -8,7 +8,7 @@ The prompts are those of `ragblend bench quality --data musique`: six retrieved 
 every question brings chunks of its own, stored before in no order. In `topics` few topics are asked about again and
 again, each time over six of the topic's ten passages in another order: where sorting can win something. ragblend's own
 figures are of `moved`; where chunks stood before is nothing to it.
-`benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in environments of their own.
+At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in environments of their own.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from ragblend.bench.common.configs import QualityConfig
-from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.quality.cases import SYSTEM
-from ragblend.bench.quality.data import Nearest, load_cases, prompt_of, stored_chunks
-from ragblend.bench.quality.measures import FULL, REUSE, Configuration, kl, prefill
 from ragblend.corpus.embedders import load_embedder
 from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.quality.cases import SYSTEM
+from ragblend.lab.quality.data import Nearest, load_cases, prompt_of, stored_chunks
+from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
 from ragblend.prompt.prompt import SegmentedPrompt, as_chunk
 
 CONFIGURATIONS = (
@@ -139,7 +139,7 @@ def main() -> None:
     with load_engine(given.model, dtype="float32", on_miss="inline") as base:
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(EMBEDDER)
-        cases = load_cases(config, base)
+        cases = load_cases(config)
         near = Nearest(cases, base, embedder, config)
         moved = [prompt_of(case, base, embedder, config) for case in cases]
         asked = topics(

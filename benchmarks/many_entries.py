@@ -27,13 +27,13 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ragblend.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.cli.printing import err, print_json
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, in_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
+from ragblend.lab.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
 
 SCHEMA_VERSION = 1
 COUNTS = (10_000, 100_000, 1_000_000)

@@ -24,10 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
-from ragblend.bench.common.workloads import make_prompts
-from ragblend.bench.load import ThrottledStore
-from ragblend.bench.ttft_vllm import open_vllm, vllm_card
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.report import BlendReport
@@ -37,6 +33,10 @@ from ragblend.engine.store.kv import in_memory
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.worker import worker_of_this_process
 from ragblend.errors import RagblendError
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
+from ragblend.lab.bench.common.workloads import make_prompts
+from ragblend.lab.bench.load import ThrottledStore
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
 from ragblend.prompt.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:

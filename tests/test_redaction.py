@@ -16,8 +16,8 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
+from ragblend.operations.serve import ServeOptions, prepare
 from ragblend.redaction import redacted
-from ragblend.upkeep.serve import ServeOptions, prepare
 
 SECRET = "geheim"
 URLS = (

@@ -30,12 +30,12 @@ from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, wri
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
-from ragblend.bench.ttft_vllm import vllm_card
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, use_threads
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import UsageError
+from ragblend.lab.bench.ttft_vllm import vllm_card
 
 SCHEMA_VERSION = 1
 MIN_REQUESTS = 50

@@ -14,26 +14,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragblend.cli.analyze import analyze
-from ragblend.cli.ask import ask, chat, explain, search
-from ragblend.cli.bench import bench_app
-from ragblend.cli.calibrate import calibrate_app
+from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
 from ragblend.cli.groups import Grouped, add_epilogs, epilog
+from ragblend.cli.lab.analyze import analyze
+from ragblend.cli.lab.bench import bench_app
+from ragblend.cli.lab.calibrate import calibrate_app
+from ragblend.cli.lab.explain import explain
+from ragblend.cli.lab.plan import register as register_plan
+from ragblend.cli.lab.ui import ui
 from ragblend.cli.options import JsonOption, takes
-from ragblend.cli.plan import register as register_plan
 from ragblend.cli.printing import err, out, print_json, print_result, progress_bars
 from ragblend.cli.session import one_thread, quiet_libraries
-from ragblend.cli.simulate import simulate
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
-from ragblend.cli.top import top
 from ragblend.cli.trust import init_key, sign
-from ragblend.cli.ui import ui
 from ragblend.config import Settings
 from ragblend.errors import RagblendError
 
 if TYPE_CHECKING:
-    from ragblend.upkeep.doctor import Check
+    from ragblend.operations.doctor import Check
 
 EXIT_INTERRUPTED = 130
 
@@ -49,7 +48,7 @@ app = typer.Typer(
 @takes("model backend index store remote")
 def doctor(settings: Settings, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier, vLLM; say what is missing, how to mend it."""
-    from ragblend.upkeep.doctor import examine
+    from ragblend.operations.doctor import examine
 
     checks = examine(settings)
     lines = [f"{_mark(check)} {check.name}: {check.finding}" for check in checks]
@@ -73,7 +72,7 @@ def init(
     """Write a settings file to begin with, ragblend.toml: every setting with what it does, commented out."""
     from ragblend.config import CONFIG_FILE, USER_FILE, user_folder
     from ragblend.errors import UsageError
-    from ragblend.upkeep.settings_file import settings_text
+    from ragblend.operations.settings_file import settings_text
 
     path = user_folder() / USER_FILE if user else Path(CONFIG_FILE).absolute()
     if user:
@@ -109,8 +108,8 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command that would run.")] = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with chunk KV from a store. Further flags go to vLLM as they are."""
-    from ragblend.upkeep.serve import ServeOptions, prepare
-    from ragblend.upkeep.serve import serve as run
+    from ragblend.operations.serve import ServeOptions, prepare
+    from ragblend.operations.serve import serve as run
 
     options = ServeOptions(settings, host, port, api_key, separator, separator_end, keys)
     if dry_run:
@@ -145,12 +144,11 @@ def demo(
 for _command in (init, ingest, precompute, remove, ask, chat, search, doctor):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign, top):
+for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):
     app.command()(_command)
 app.add_typer(calibrate_app)
 register_plan(app)
 app.command()(analyze)
-app.command()(simulate)
 app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
 for _app in (app, calibrate_app):
     add_epilogs(_app)

@@ -15,7 +15,7 @@ EXIT_PARTIAL = 6
 
 
 @takes(
-    "model backend index store remote chunk_size context embedder vectors system namespace dtype kv_dtype device "
+    "model backend index store remote chunk_size context embedder system namespace dtype kv_dtype device "
     "trust_remote_code"
 )
 def ingest(
@@ -54,7 +54,6 @@ def ingest(
             max_file_mib=settings.max_file_mib,
             embedder=embedder_name(settings),
             workers=others,
-            vectors=settings.vectors,
             progress=progress,
             say=err.print,
         )

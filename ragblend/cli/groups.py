@@ -52,16 +52,11 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
-        "top": ("top", "top http://replica-0:8000 http://replica-1:8000 --every 5", "top --once --json"),
     },
     "Measure": {
         "analyze": (
             "analyze requests.jsonl.gz",
             "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
-        ),
-        "simulate": (
-            "simulate logs/ --profile profile.json --replicas 1,2,4,8 --router least-queue",
-            "simulate --traffic questions --rate 50 --profile profile.json --remote-tier 0 --plot simulate.png",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",

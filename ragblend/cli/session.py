@@ -110,12 +110,9 @@ def open_index_of(settings: Settings, engine: Engine, *, create: bool = False) -
     from ragblend.engine.base import EngineBase
     from ragblend.precompute import open_engine_index
 
-    vectors = settings.vectors if create else None  # of those who ingest: others search where the index has them
-    index = open_engine_index(
-        settings.index, engine, embedder_name(settings), settings.chunk_size, create=create, vectors=vectors
-    )
+    index = open_engine_index(settings.index, engine, embedder_name(settings), settings.chunk_size, create=create)
     if isinstance(engine, EngineBase) and settings.index != Settings().index:
-        engine.notices.flags += f" --index {shlex.quote(settings.index)}"
+        engine.flags += f" --index {shlex.quote(settings.index)}"
     calibrations = getattr(engine, "calibrations", None)
     if calibrations is not None:
         calibrations.chunker = index.manifest.chunker  # of several calibrations the one of this index

@@ -22,7 +22,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     full."""
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
-    from ragblend.upkeep.maintenance import push_store
+    from ragblend.operations.maintenance import push_store
 
     tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
     with progress_bars() as progress:
@@ -83,7 +83,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
-        vectors = opened.vectors_shown
+    vectors = manifest.vectors or "faiss"
     facts: dict[str, Any] = {
         "index": settings.index,
         "store": settings.store,
@@ -131,12 +131,12 @@ def verify(
     json_: JsonOption = False,
 ) -> None:
     """Read and check every stored byte, a remote tier's too. Exits 4 when anything is damaged or missing after it."""
-    from ragblend.upkeep.maintenance import verify_store
+    from ragblend.operations.maintenance import verify_store
 
     report = verify_store(settings.store, settings.index)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
-        from ragblend.upkeep.trust import repair_remote, verify_remote
+        from ragblend.operations.trust import repair_remote, verify_remote
 
         tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
         report.damaged_remote = verify_remote(tier, settings.store)
@@ -145,7 +145,7 @@ def verify(
         tier.close()
     if repair and report.is_bad:
         from ragblend.engine.store.disk import CONTEXT_FILE
-        from ragblend.upkeep.maintenance import repair_store
+        from ragblend.operations.maintenance import repair_store
 
         if CONTEXT_FILE in report.damaged_files:  # no engine opens the store before it is dropped
             settings = replace(settings, context=settings.context or "none")
@@ -181,7 +181,7 @@ def gc(
 ) -> None:
     """Remove leftovers and damaged files, then the least recently used KV beyond --max-size."""
     from ragblend.engine.store.tiered import format_bytes, parse_bytes
-    from ragblend.upkeep.maintenance import collect_garbage
+    from ragblend.operations.maintenance import collect_garbage
 
     max_bytes = parse_bytes(max_size) if max_size is not None else None
     result = collect_garbage(settings.store, settings.index if orphans else None, max_bytes, dry_run)

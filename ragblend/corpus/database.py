@@ -99,11 +99,6 @@ class ChunkDatabase(Tables):
         query = "SELECT id FROM chunks WHERE generation > ? ORDER BY document, ordinal"
         return np.array([row_id for (row_id,) in self._rows(query, (newer_than,))], np.int64)
 
-    def marks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[n] all row ids, and [n] the checksum of each row, which is another as soon as the row is."""
-        columns = np.array(self._rows("SELECT id, checksum FROM chunks"), np.int64).reshape(-1, 2)
-        return columns[:, 0], columns[:, 1]
-
     def rows_there(self, ids: Sequence[int]) -> list[Row]:
         """Those of the rows with these ids that are here, in no order."""
         return self._rows_with("id", ids)

@@ -26,7 +26,7 @@ CORPUS = "corpus"  # the records' folder
 CHUNK_TOKENS = 112  # room for a title and one paragraph of 64 to 96 tokens, not for two
 RETRIEVAL: dict[str, Any] = {"k": 2, "neighbours": 2, "order": "document"}
 """Paragraphs with those around them, in reading order, so that what "the company" means comes along: all gold sentences
-of 90 % of the questions (`benchmarks.demo_quality --corpus`, data/results/quality-corpus-hashing.json)."""
+of 90 % of the questions (data/results/quality-corpus-hashing.json)."""
 EMBEDDER = "hashing"  # by words: to a sentence encoder one made-up name is as good as another
 NUM_QUESTIONS, NUM_SHOWN = 30, 4
 EXAMPLE_KINDS = (*REFERENCE_KINDS, "comparison")

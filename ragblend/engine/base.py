@@ -71,7 +71,8 @@ class EngineBase(ABC):
         self.default_context = default_context(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
-        self.notices = Notices(self, flags=flags, stores_misses=on_miss == "store")
+        self.flags = flags
+        self.notices = Notices(self)
         self._backfill = Backfill(self.precompute_ids) if on_miss == "store" else None
         self._shadow = Shadow(shadow, shadow_seed)
 
@@ -224,7 +225,6 @@ class EngineBase(ABC):
         if not self.is_usable:
             return
         self.closed = True
-        self.notices.close()
         self._shadow.close()
         if self._backfill is not None:
             self._backfill.close()

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +32,6 @@ from ragblend.corpus.texts import ChunkRegistry, registry_of
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover
-from ragblend.frameworks.names import ALSO_CALLED, IN_PIPELINES, as_ours
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ragblend.engine.notices import Notices
 
 T = TypeVar("T")
+
+_LONG_TEXT = 1000  # characters; a text as long holds documents more often than not
 
 
 class UnrecognisedChunkError(RagblendError):
@@ -120,8 +122,9 @@ class BlendModel(BaseModel):
 
     Give `engine=`, or what `load_engine` takes: `model`, `store` and so on; models of the same process that name the
     same ones share one engine. `model` may be what transformers has loaded: a pair (model, tokenizer) or a pipeline.
-    How one is loaded has transformers' names (`torch_dtype` is `dtype`), and what langchain-huggingface and
-    langchain-openai call a setting is taken for ours (`frameworks.names`). A copy, deep or not, shares the engine.
+    How one is loaded has transformers' names. Five names of other libraries are taken for ours: `model_name`,
+    `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`. A copy, deep or not, shares the
+    engine.
     Pickled, a model is its settings: it opens its engine again where it is loaded, with the API key from the
     environment (`RAGBLEND_API_KEY`), because keys are not kept. One that was given an engine, a loaded model, a
     registry or a store that is an object cannot be pickled, and says so. `strict=True` raises UnrecognisedChunkError
@@ -131,10 +134,12 @@ class BlendModel(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True)
 
-    model: Any = "demo"  # a name or a path; a loaded (model, tokenizer) becomes its name, and `loaded`
+    # A name or a path; a loaded (model, tokenizer) becomes its name, and `loaded`.
+    model: Any = Field(default="demo", validation_alias=AliasChoices("model", "model_name"))
     store: Any = None
     remote: str | None = None  # shared tier under `store`: redis://HOST:6379/0, s3://BUCKET/PREFIX or an fsspec URL
-    backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
+    # Or "vllm", or a server's "http://HOST:PORT".
+    backend: str = Field(default="transformers", validation_alias=AliasChoices("backend", "base_url"))
     dtype: Any = Field(default="auto", validation_alias=AliasChoices("dtype", "torch_dtype"))
     device: Any = "auto"
     device_map: Any = None
@@ -151,7 +156,10 @@ class BlendModel(BaseModel):
     mode: Mode = "blend"
     rule: str = "auto"
     recompute_ratio: RatioChoice = None  # 0 to 1; "auto" and None: as `ragblend calibrate` found, else the default
-    max_tokens: int | None = GenerationOptions().max_tokens
+    max_tokens: int | None = Field(
+        default=GenerationOptions().max_tokens,
+        validation_alias=AliasChoices("max_tokens", "max_new_tokens", "max_completion_tokens"),
+    )
     temperature: float | None = 0.0
     top_p: float | None = None
     seed: int | None = None
@@ -181,8 +189,13 @@ class BlendModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _under_our_names(cls, given: Any) -> Any:
-        return as_ours(given) if isinstance(given, Mapping) else given
+    def _check_names(cls, given: Any) -> Any:
+        """Raise UsageError for an option that there is not, with the name that is nearest to it."""
+        known = [*cls.model_fields, *ALSO_CALLED, *(field.alias for field in cls.model_fields.values() if field.alias)]
+        unknown = [name for name in given if name not in known] if isinstance(given, Mapping) else []
+        if unknown:
+            raise UsageError(f"{cls.__name__} has no option {unknown[0]!r}{_nearest(unknown[0], known)}")
+        return given
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the settings, then load or share the engine."""
@@ -337,8 +350,14 @@ class BlendModel(BaseModel):
 
     def _options(self, call: Mapping[str, Any]) -> CallOptions:
         """The fields, overridden by what the call gives."""
-        if any(name in call for name in (*ALSO_CALLED, IN_PIPELINES)):
-            call = as_ours(call)
+        call = dict(call)
+        for name in [name for name in call if ALSO_CALLED.get(name) in (*_OPTION_NAMES, "model")]:
+            known, value = ALSO_CALLED[name], call.pop(name)
+            if value is None:
+                continue
+            if call.get(known) not in (None, value):
+                raise UsageError(f"{known} is {call[known]!r}, and as {name} {value!r}; say it once")
+            call[known] = value
         old = [name for name in _BEFORE_TOOLS if call.get(name)]
         if old:
             raise UsageError(f"the call has {old[0]}=...; describe them as tools: bind_tools([...], tool_choice=...)")
@@ -347,7 +366,8 @@ class BlendModel(BaseModel):
             raise UsageError(f"model is {named!r}, this object runs {self.model!r}; make another one for it")
         unknown = [name for name in call if name not in _OPTION_NAMES and name not in (*_NOT_FOR_US, *_BEFORE_TOOLS)]
         if unknown:
-            raise UsageError(f"the call has {unknown[0]}=...; what a call may set is {', '.join(_OPTION_NAMES)}")
+            near = _nearest(unknown[0], _OPTION_NAMES)
+            raise UsageError(f"the call has {unknown[0]}=...{near}; what a call may set is {', '.join(_OPTION_NAMES)}")
         return self._with({name: call[name] for name in _OPTION_NAMES if name in call})
 
     def _with(self, call: Mapping[str, Any]) -> CallOptions:
@@ -389,12 +409,13 @@ class BlendModel(BaseModel):
         return engine.stream(request.prompt, **request.options.keywords)
 
     def _note_prompt(self, request: Request) -> None:
-        """Tell the engine of a prompt in which no chunk was recognised: it may hold documents all the same."""
+        """Tell the engine of a long prompt in which no chunk was recognised: it may hold documents all the same."""
         notices: Notices | None = getattr(self.engine, "notices", None)
         if notices is None or request.prompt.chunks or request.options.mode not in ("blend", "reuse"):
             return
         texts = (part for message in request.prompt.messages for part in message.parts if isinstance(part, str))
-        notices.recognised_nothing(max(map(len, texts), default=0), lambda: len(self.registry) > 0)
+        if max(map(len, texts), default=0) >= _LONG_TEXT:
+            notices.missed()
 
     def _pieces(self, stream: Stream, request: Request, cancelled: threading.Event | None = None) -> Iterator[str]:
         """The pieces of `stream`, which is closed however this ends. Raises TimeoutError between two pieces."""
@@ -455,6 +476,22 @@ class BlendModel(BaseModel):
         names = {"backend", "namespace", "system", *_OPTION_NAMES} - _OF_CALLS - {"timeout"}
         own = {name: getattr(self, name) for name in sorted(names)} | {"backend": redacted(self.backend)}
         return {"model": self.model, "fingerprint": self.engine.fingerprint, **own}
+
+
+ALSO_CALLED = {
+    other: name
+    for name, field in BlendModel.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for other in field.validation_alias.choices
+    if isinstance(other, str) and other != name
+}
+"""Other names of fields, and theirs. In a call those count whose field a call may set."""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """For the end of a message about a name that is unknown: the nearest that is known; "" where none is like it."""
+    found = get_close_matches(name, known, 1)
+    return f"; the nearest is {found[0]!r}" if found else ""
 
 
 def _is_over(timeout_s: float | None, cancelled: threading.Event | None, stream: GenerationStream) -> bool:

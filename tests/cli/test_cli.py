@@ -301,7 +301,7 @@ def test_ask_behind_another_system_text_says_on_stderr_what_to_type_and_that_men
     shown = subprocess.run(command, cwd=home, env=path, capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout)["report"]["num_chunk_hits"] == 0
     (line,) = (line for line in shown.stderr.splitlines() if line.startswith("WARNING"))
-    assert "3 of the 3 chunks of a prompt are stored in the store s behind another prefix (no system text)" in line
+    assert "the store holds KV behind another prefix, none behind this one" in line
     command = shlex.split(line[line.index("ragblend precompute") : line.index(", or from Python")])
     assert run(*command[1:])[0] == 0
     assert json.loads(run(*ask, "--json")[1])["report"]["num_chunk_hits"] == 3

@@ -15,9 +15,8 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
+from ragblend.operations.maintenance import verify_store
 from ragblend.precompute import ingest, open_engine_index
-from ragblend.upkeep.maintenance import verify_store
-from tools.demo_model import corpus as corpus_of_seed
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
@@ -49,8 +48,11 @@ print(done)
 
 
 def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
-    for seed in range(3):
-        corpus_of_seed.write_corpus(corpus_of_seed.build_corpus(seed), tmp_path / "corpus" / str(seed))
+    for copy in range(3):  # each paragraph with a number in front: no two copies share a chunk
+        (tmp_path / "corpus" / str(copy)).mkdir(parents=True)
+        for record in sample_corpus().records:
+            text = record.markdown.replace("\n\n", f"\n\n{copy} ")
+            (tmp_path / "corpus" / str(copy) / record.filename).write_text(text)
     places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
     command = [sys.executable, "-c", KILLER, *places, str(NUM_KILLS)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

@@ -33,8 +33,8 @@ from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
+from ragblend.operations.maintenance import repair_store, verify_store
 from ragblend.precompute import ingest, open_engine_index, pin_document
-from ragblend.upkeep.maintenance import repair_store, verify_store
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -22,6 +22,7 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import versions
+from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
 from ragblend.precompute import (
     ingest,
     open_engine_index,
@@ -31,7 +32,6 @@ from ragblend.precompute import (
     precompute_index,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, push_store, repair_store, verify_store
 
 TEXTS = {
     "fox": "Bob Fox lives in Norburg and plays the flute.",

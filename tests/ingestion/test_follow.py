@@ -31,6 +31,7 @@ from ragblend.errors import (
 )
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion import follow as following
+from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     IngestReport,
     find_documents,
@@ -40,7 +41,6 @@ from ragblend.precompute import (
     precompute_documents,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, verify_store
 
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 

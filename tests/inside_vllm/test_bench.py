@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.figures import app as figures
 from benchmarks.ingest_vllm import bench_ingest_vllm
-from ragblend.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
-from ragblend.bench.load import bench_load
-from ragblend.bench.throughput import bench_throughput
-from ragblend.bench.ttft import bench_ttft
 from ragblend.engine.report import MODES
+from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
+from ragblend.lab.bench.load import bench_load
+from ragblend.lab.bench.throughput import bench_throughput
+from ragblend.lab.bench.ttft import bench_ttft
 
 PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
 
@@ -91,22 +89,6 @@ def test_throughput_serves_every_mode_at_every_rate(tmp_path: Path) -> None:
         assert (capacity["max_rate"], capacity["at_least"]) == (1e6, True)
         assert capacity["idle_ttft_s"] > 0
     assert sum(line.startswith(("full", "prefix", "blend")) for line in lines) == 3
-
-
-def test_the_throughput_figure_is_the_benchmark_s_with_both_rules(tmp_path: Path) -> None:
-    out = tmp_path / "figure-14.json"
-    ran = CliRunner().invoke(
-        figures,
-        ["14", "--shape", "llama-1m", "--chunks", "2", "--chunk-tokens", f"{CHUNK}", "--pool", "4", "--question-tokens",
-         "8", "--output-tokens", "3", "--requests", "3", "--rates", "5", "--bound", "1e6", "--threads", "1", "--store",
-         str(tmp_path / "kv"), "--out", str(out)],
-    )  # fmt: skip
-    assert ran.exit_code == 0, ran.output
-    found = json.loads(out.read_text())
-    assert (found["command"], found["figure"], found["model"]) == ("benchmarks.figures", 14, "llama-1m")
-    assert [(run["mode"], run["rule"]) for run in found["runs"]] == [
-        ("full", "none"), ("prefix", "none"), ("blend", "ask"), ("blend", "cacheblend")
-    ]  # fmt: skip
 
 
 def test_ingestion_and_prefill_of_the_same_chunks_side_by_side(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def test_a_wrong_setting_is_named(extra, named):
 
 def test_reports_of_several_ranks_become_one():
     first, second = BlendReport("blend", fuse_s=1.0), BlendReport("blend", fuse_s=2.0)
-    merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}))
+    merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}, weights_updated=True))
     assert merged.reports == {"a": first, "b": second}
+    assert merged.weights_updated
 
 
 def test_counters_add_up_and_reach_prometheus():

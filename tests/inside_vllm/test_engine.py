@@ -23,8 +23,8 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.llm import ChatBlend
+from ragblend.operations.doctor import examine_vllm
 from ragblend.precompute import precompute_documents
-from ragblend.upkeep.doctor import examine_vllm
 
 A, B, C = (
     "George Keller lives in Kinport. Julia Bishop works for Synon.",
@@ -225,14 +225,15 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
     engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = ["Rose Bishop works for Zenco.", "Zenco sells lamps."]
-    with load_engine("demo", store, system="Be brief.", on_miss="inline") as other:
-        precompute_documents(chunks, other)
-    monkeypatch.setattr(engine, "notices", Notices(engine, flags=f"--model demo --store {store}"))
+    monkeypatch.setattr(engine, "default_prefix_ids", engine.segmenter.default_prefix_ids("Be brief."))
+    monkeypatch.setattr(engine, "system", "Be brief.")
+    monkeypatch.setattr(engine, "notices", Notices(engine))
     for _ in range(2):
-        assert engine.generate(SegmentedPrompt(chunks, QUESTION), max_tokens=1).report.num_chunk_hits == 0
+        prompt = SegmentedPrompt(chunks, QUESTION, "Be brief.")
+        assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
     (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("notices"))
-    assert f"2 of the 2 chunks of a prompt are stored in the store {store} behind another prefix ('Be brief.')" in line
-    assert f"ragblend precompute --model demo --store {store}" in line
+    assert "the store holds KV behind another prefix, none behind this one ('Be brief.')" in line
+    assert f"ragblend precompute --model demo --store {store} --system 'Be brief.'" in line
 
 
 def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Two real servers over one Redis: what one forgets the other does, also when it was down; and new weights in place.
+"""Two real servers over one Redis: what one forgets the other does, also when it was down; then an update of weights.
 
 The tests are one story and run in order.
 """
@@ -25,6 +25,7 @@ from ragblend.demo import WEIGHTS
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import RagblendError
 
 pytestmark = pytest.mark.timeout(1200)
 TEXTS = [f"{person} lives in Kinport. {person} works for Synon." for person in ("George Keller", "Ben Howard")]
@@ -59,6 +60,11 @@ class Replica:
         httpx.post(
             f"{self.url}/collective_rpc", json={"method": method, "kwargs": kwargs}, timeout=300
         ).raise_for_status()
+
+    def counted(self, *names: str) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = {name: re.findall(rf"vllm:ragblend_{name}_total\{{[^}}]*\}} (\S+)", text) for name in names}
+        return {name: sum(map(float, values)) for name, values in found.items()}
 
     def memory_bytes(self) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
@@ -161,51 +167,12 @@ def test_a_replica_that_was_down_forgets_before_it_answers(
     two.stop()
 
 
-def test_kv_of_old_weights_is_not_used_once_others_were_loaded_in_place(
-    replicas: tuple[Replica, Replica], clients: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_reset_drops_memory_alone(replicas: tuple[Replica, Replica], clients: Callable[..., Any]) -> None:
     one, text = replicas[0], TEXTS[0]
-    before = clients(one)
+    engine = clients(one)
     # What the first test forgot may reach this replica's worker with this step only, and take what the other replica
     # has stored since; a miss is precomputed in the background.
-    until(lambda: hits(before, text) == 1)
-    new = other_weights(tmp_path / "new")
-    one.rpc("reload_weights", weights_path=str(new))
-    assert hits(before, text) == 0, "looked up for the old weights, and computed with the new ones"
-    after = clients(one)
-    assert after.fingerprint == find_checkpoint(str(new), "float32").fingerprint != before.fingerprint
-    assert not after.is_stored(text)
-    full = after.generate(SegmentedPrompt([text], "Where does George Keller live?"), mode="full", max_tokens=4)
-    after.precompute(text)
-    assert {before.key(text), after.key(text)} <= one.stored()
-    again = after.generate(SegmentedPrompt([text], "Where does George Keller live?"), recompute_ratio=1.0, max_tokens=4)
-    assert (again.text, again.report.num_chunk_hits) == (full.text, 1)
-
-
-def test_weights_that_nobody_can_name_have_a_store_of_their_own(
-    replicas: tuple[Replica, Replica], clients: Callable[..., Any], cache: RedisServer
-) -> None:
-    one, text = replicas[0], TEXTS[0]
-    known = clients(one).fingerprint
-    one.rpc("ragblend_weights_updated")
-    engine = clients(one)
-    assert engine.fingerprint not in (known, find_checkpoint("demo").fingerprint)
-    assert not engine.is_stored(text)
-    engine.precompute(text)
-    assert hits(engine, text) == 1
-    assert not open_remote(cache.url).contains(engine.key(text)), "nobody else could use it"
-
-
-def test_the_first_weights_again_have_their_kv_again_and_a_reset_drops_memory_alone(
-    replicas: tuple[Replica, Replica], clients: Callable[..., Any]
-) -> None:
-    one, text = replicas[0], TEXTS[0]
-    first = find_checkpoint("demo")
-    one.rpc("reload_weights", weights_path=str(first.path))
-    engine = clients(one)
-    assert engine.fingerprint == first.fingerprint
-    hits(engine, text)  # the scheduler hears of it with this one's step
-    assert hits(engine, text) == 1
+    until(lambda: hits(engine, text) == 1)
     until(lambda: one.memory_bytes() > 0)
     stored = one.stored()
     assert one.post("/reset_prefix_cache?reset_external=true") == {"success": True}
@@ -213,6 +180,44 @@ def test_the_first_weights_again_have_their_kv_again_and_a_reset_drops_memory_al
     until(lambda: one.memory_bytes() == 0)
     assert one.stored() == stored
     assert hits(engine, text) == 1
+
+
+def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
+    replicas: tuple[Replica, Replica], clients: Callable[..., Any], tmp_path: Path
+) -> None:
+    one, prompt = replicas[0], SegmentedPrompt([TEXTS[0]], "Where does George Keller live?")
+    engine = clients(one)
+    engine.flush()
+    stored, counted = one.stored(), one.counted("chunk_hits", "reused_tokens", "load_seconds", "ingested_chunks")
+    before = engine.generate(prompt, mode="full", max_tokens=8)
+    new = other_weights(tmp_path / "new")
+    one.rpc("reload_weights", weights_path=str(new))
+    one.post("/reset_prefix_cache")
+    with load_engine(str(new), backend="transformers") as plain:
+        expected = plain.generate(prompt, mode="full", max_tokens=8)
+    assert expected.token_ids != before.token_ids
+    # The scheduler hears of the update with the first request's step: what the workers got until then, they refuse.
+    for mode in ("blend", "reuse", "blend", "prefix", "full"):
+        answer = engine.generate(prompt, mode=mode, max_tokens=8)
+        assert (answer.token_ids, answer.report.num_chunk_hits) == (expected.token_ids, 0)
+        assert ("weights were updated" in answer.report.refused_reason) == (mode in ("blend", "reuse"))
+    with pytest.raises(RagblendError, match=r"not stored: the model's weights were updated.* until vLLM is started"):
+        engine.precompute("Nobody has stored this.")
+    one.rpc("reload_weights", weights_path=str(find_checkpoint("demo").path))
+    one.post("/reset_prefix_cache")
+    again = engine.generate(prompt, max_tokens=8)
+    assert (again.token_ids, again.report.num_chunk_hits) == (before.token_ids, 0), "the first weights, until a restart"
+    assert (one.stored(), one.counted(*counted)) == (stored, counted)
+    assert (one.home / "log").read_text(errors="replace").count("the model's weights were updated") == 1
+
+
+def test_a_restart_reuses_again(replicas: tuple[Replica, Replica], clients: Callable[..., Any]) -> None:
+    one = replicas[0]
+    one.stop()
+    one.start()
+    assert one.server is not None
+    one.server.wait(900)
+    assert hits(clients(one), TEXTS[0]) == 1
 
 
 def other_weights(target: Path) -> Path:

@@ -22,6 +22,7 @@ from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import versions
+from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     find_documents,
     ingest,
@@ -29,7 +30,6 @@ from ragblend.precompute import (
     pin_document,
     remove_documents,
 )
-from ragblend.upkeep.maintenance import collect_garbage, verify_store
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 SEEDS = range(5) if FULL else range(1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ragblend import Chunk, load_engine, open_index
 from ragblend.engine.store.disk import DiskStore
+from ragblend.operations.maintenance import collect_garbage
 from ragblend.precompute import ingest
-from ragblend.upkeep.maintenance import collect_garbage
 
 HEAD = "James Bell works for Nexex in Norburg and plays the flute on Sundays."
 TAIL = "He lives in Halford and sells drones to the company that he works for."

@@ -132,7 +132,7 @@ class FusePlan:
         """Tokens of the question, the last token at least.
 
         Where the question stands before its chunks, what follows the last of them asks in its place, and does so no
-        worse than the question would, run once more behind them (`benchmarks.asking`)."""
+        worse than the question would, run once more behind them (data/results/asking-musique.json)."""
         start = self.question_start
         if start is None:
             start = max((placement.end for placement in self.placements), default=self.num_resident)

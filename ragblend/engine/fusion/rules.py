@@ -28,7 +28,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-# Of `ask`, chosen on the selection part of real questions (`benchmarks.carry`, data/results/carry-*.json): what it
+# Of `ask`, chosen on the selection part of real questions (data/results/carry-*.json): what it
 # recomputes unless told otherwise, and how much of what those tell the tokens that are kept move by. At 5 % it is
 # closer to full prefill than `cacheblend` is at 15 %, so asking is worth a tenth of the chunk tokens.
 ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
@@ -37,7 +37,7 @@ ASK_RATIO, CARRY, CARRY_IN_CONTEXT, ASK_WORTH = 0.05, 0.9, 0.8, 0.1
 # those that are used have 16 and more.
 DEEP = 12
 # Of such a model's depth, from where and up to where `ask` reads the question, chosen as the numbers below are
-# (`benchmarks.asked_layers`): both ends say less of what it is about.
+# (docs/fidelity.md, "Measured"): both ends say less of what it is about.
 MIDDLE = (1 / 3, 0.8)
 
 

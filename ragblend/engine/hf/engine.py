@@ -25,7 +25,6 @@ from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
 from ragblend.engine.hf.blend import BlendingEngine
 from ragblend.engine.hf.constrain import Grammars
-from ragblend.engine.hf.explain import Explanation, explain
 from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.hf.model import is_quantised
 from ragblend.engine.many import grouped
@@ -48,8 +47,7 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Segmenter and a KVStore. Use as a context manager, or `close()` it.
 
-    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say. It sees its store's
-    entries, so `notices` can tell an empty store from one that was filled behind another prefix.
+    `options` are those of `EngineBase`: system, namespace, on_miss, shadow and what messages say.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
@@ -193,10 +191,6 @@ class TransformersEngine(BlendingEngine):
             self._shadow.consider(lambda: compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
-
-    def explain(self, prompt: SegmentedPrompt, **options: Unpack[Options]) -> Explanation:
-        """Answer `prompt` by blending and by full prefill; what became of every token. See `explain.explain`."""
-        return explain(self, prompt, **options)
 
     def request(
         self,

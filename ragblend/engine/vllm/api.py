@@ -84,7 +84,6 @@ def equip(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = granted()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        await chunks.follow(app.state.engine_client)
         return JSONResponse({**await run_in_threadpool(chunks.facts), **namespace})
 
     async def stored(request: Request) -> Response:
@@ -150,22 +149,10 @@ class ServedChunks:
             log.warning("%s", error)
             return None
 
-    async def follow(self, engine_client: Any) -> None:
-        """Learn which weights the workers have now; what was known stays where they cannot be asked."""
-        try:
-            found = set(filter(None, await _of_all_workers(engine_client, "ragblend_fingerprint")))
-        except Exception as error:  # a dead engine is `/health`'s to tell
-            log.warning("the workers do not say which weights they have: %s", error)
-            return
-        if found and self._fingerprint not in found:
-            self._fingerprint = min(found)
-            self.store.expect(self._fingerprint, model_shape(self._model))
-
     def facts(self) -> dict[str, Any]:
         """What a client needs to compute keys, and to tell people what is served."""
         if self._facts:
-            now = {"fingerprint": self._fingerprint, "context": self._context or self._remembered()}
-            return {**self._facts, **now}
+            return {**self._facts, "context": self._context or self._remembered()}
         dtype = str(self._model.dtype).removeprefix("torch.")
         checkpoint = find_checkpoint(self._model.model, dtype, bool(self._model.trust_remote_code))
         self._facts = {

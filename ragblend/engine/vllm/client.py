@@ -328,8 +328,7 @@ class ServerStore:
 class VllmClient(VllmBase):
     """Engine over a vLLM server. Made by `load_engine(model, backend="http://HOST:PORT")`.
 
-    A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here: `notices` knows
-    which chunks were missing, and whether they are stored behind no system text; of other prefixes it knows nothing.
+    A server without ragblend answers as ordinary vLLM. The server's store cannot be listed from here.
     """
 
     def __init__(

@@ -31,15 +31,9 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.counting import TierWatch
 from ragblend.engine.vllm.loading import MemoryChange, MemoryWatch
 from ragblend.engine.vllm.params import belongs_to, told
-from ragblend.engine.vllm.plugin import loaded_model, register, weight_updates
-from ragblend.engine.vllm.scheduler import BlendScheduler
-from ragblend.engine.vllm.support import (
-    check_version,
-    model_fingerprint,
-    model_shape,
-    refuse_unsupported,
-    updated_fingerprint,
-)
+from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
+from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
+from ragblend.engine.vllm.support import check_version, model_fingerprint, model_shape, refuse_unsupported
 from ragblend.engine.vllm.worker import BlendWorker, Finished, Job
 from ragblend.errors import RagblendError
 
@@ -79,18 +73,18 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
 
 @dataclass
 class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler: what was done, by request, what the first rank's memory tier holds since then, and the
-    fingerprint of weights that came in place of others."""
+    """Workers to scheduler: what was done, by request, what the first rank's memory tier holds since then, and whether
+    the model's weights were updated."""
 
     reports: dict[str, BlendReport] = field(default_factory=dict)
     memory: MemoryChange | None = None
-    fingerprint: str | None = None
+    weights_updated: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Of several ranks' reports on one request the first counts: they agree but for the seconds."""
         memory = self.memory if self.memory is not None else other.memory
-        fingerprint = self.fingerprint if self.fingerprint is not None else other.fingerprint
-        return BlendReports({**other.reports, **self.reports}, memory, fingerprint)
+        updated = self.weights_updated or other.weights_updated
+        return BlendReports({**other.reports, **self.reports}, memory, updated)
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -115,10 +109,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
         self._told: OrderedDict[str, BlendReport] = OrderedDict()
-        self._updates = weight_updates()
-        self._fingerprint = ""
-        self._num_updates = 0
-        self._new_fingerprint: str | None = None  # not yet told to the scheduler
         if role.name == "SCHEDULER":
             self.scheduler = BlendScheduler(vllm_config, self.config)
             self._remote = self.scheduler.remote
@@ -158,8 +148,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, BlendReports) and self.scheduler is not None:
-            if meta.fingerprint is not None:
-                self.scheduler.weights_changed(meta.fingerprint)
+            if meta.weights_updated:
+                self.scheduler.stop_reuse()
             self.scheduler.take_reports(meta.reports, meta.memory)
 
     def reset_cache(self) -> bool:
@@ -211,8 +201,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         # Read from this machine alone: the scheduler has had fetched what a job needs. Written through to the remote.
         self._store = store = self.config.open_local(memory=True)
-        self._updates, self._fingerprint = weight_updates(), model_fingerprint(model_config)
-        store.expect(self._fingerprint, model_shape(model_config))
+        store.expect(model_fingerprint(model_config), model_shape(model_config))
         self._watch = MemoryWatch(store) if layers.rank == 0 else None
         self._tiers = TierWatch(store, shows_bytes=True) if layers.rank == 0 else None
         self._remote = self.config.open_remote() if layers.rank == 0 else None
@@ -229,43 +218,18 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._store is not None
         meta = self._get_connector_metadata()
         self._asked_to_tell = meta.asks
-        self._follow_weights()
         if meta.drops_memory:
             self._drop_memory()
         if any(meta.forgotten):
             self._forget(meta.forgotten)
-        if meta.ahead:
-            self._store.prefetch(meta.ahead)
-        for job in meta.jobs:
-            self._worker.submit(job)
+        if weights_updated.is_set():  # on every rank between the same two steps
+            self._collect(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
+        else:
+            if meta.ahead:
+                self._store.prefetch(meta.ahead)
+            for job in meta.jobs:
+                self._worker.submit(job)
         self._collect(self._worker.run_slice(meta.is_idle))
-
-    def fingerprint(self) -> str:
-        """Of the weights that this worker has now."""
-        self._follow_weights()
-        return self._fingerprint
-
-    def _follow_weights(self) -> None:
-        """Where the model has got other weights, have their KV be another's."""
-        assert self._worker is not None
-        assert self._store is not None
-        updates = weight_updates()
-        if updates == self._updates:
-            return
-        self._updates, model = updates, self._vllm_config.model_config
-        # Every rank sees the same updates between the same steps, so all come to the same name.
-        self._num_updates += 1
-        # Engines of one server (data parallel) get the same weights; its name is without the engine's number.
-        server = str(self._kv_transfer_config.engine_id).partition("_dp")[0]
-        found = updated_fingerprint(model, updates.path, self._fingerprint, f"{server}-{self._num_updates}")
-        if found == self._fingerprint:  # the same weights again, as after vLLM has slept
-            return
-        self._fingerprint = self._new_fingerprint = found
-        self._store.expect(found, model_shape(model))
-        self._collect(self._worker.weights_changed(found))
-        self._drop_memory()
-        if updates.path is None:  # nobody else can have those weights by name
-            self._worker.write_to(self._store.put)
 
     def _drop_memory(self) -> None:
         assert self._store is not None
@@ -325,9 +289,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         change = None
         if self._watch is not None:
             change, self._asked_to_tell = self._watch.change(self._asked_to_tell), False
-        found, self._new_fingerprint = self._new_fingerprint, None
-        is_news = bool(reports) or change is not None or found is not None
-        return BlendReports(reports, change, found) if is_news else None
+        is_news = bool(reports) or change is not None or weights_updated.is_set()
+        return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose fusing failed: vLLM computes them itself."""

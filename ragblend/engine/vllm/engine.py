@@ -42,8 +42,7 @@ class VllmEngine(VllmBase):
     """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
 
     `store` is the directory that `transfer` names; a temporary one goes away with the engine. Use as a context manager,
-    or `close()` it. The store's entries are seen from here too, so `notices` can tell an empty store from one that was
-    filled behind another prefix.
+    or `close()` it.
     """
 
     def __init__(

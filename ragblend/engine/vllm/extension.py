@@ -25,18 +25,6 @@ class BlendWorkerExtension:
         if hasattr(connector, "prefetch"):
             connector.prefetch(keys)
 
-    def ragblend_fingerprint(self) -> str | None:
-        """The fingerprint of the weights that this worker has now."""
-        connector = _connector()
-        found: str | None = connector.fingerprint() if hasattr(connector, "fingerprint") else None
-        return found
-
-    def ragblend_weights_updated(self) -> None:
-        """For those who write into parameters by code of their own: KV from before is not used from here on."""
-        from ragblend.engine.vllm.plugin import weights_updated
-
-        weights_updated()
-
 
 def _connector() -> Any:
     """This worker's half of the connector; None where there is none."""

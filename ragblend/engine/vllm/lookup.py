@@ -37,20 +37,20 @@ class Found(NamedTuple):
 class ChunkLookup:
     """Looks chunks up in `disk`, behind the contexts that the store's policy and `config` name.
 
-    num_layers: of the model; decides the default policy. `close` ends the threads.
+    fingerprint: of the model, whose num_layers decide the default policy. `close` ends the threads.
     """
 
-    def __init__(self, disk: DiskStore, config: ConnectorConfig, num_layers: int) -> None:
-        self._disk, self._config = disk, config
+    def __init__(self, disk: DiskStore, config: ConnectorConfig, fingerprint: str, num_layers: int) -> None:
+        self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.context(), default_context(num_layers)
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
 
-    def start(self, fingerprint: str, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[Found]:
-        """Have the prompt `ids` looked up for the model `fingerprint`.
+    def start(self, ids: Sequence[int], params: BlendParams, *, asks_remote: bool) -> Future[Found]:
+        """Have the prompt `ids` looked up.
 
         asks_remote: nothing but `missing` is looked for where anything is missing that another machine may have.
         """
-        return self._pool.submit(self._look, fingerprint, ids, params, asks_remote)
+        return self._pool.submit(self._look, ids, params, asks_remote)
 
     def close(self) -> None:
         """Give up what nobody has begun."""
@@ -66,23 +66,23 @@ class ChunkLookup:
             log.warning("%s", error)
         return self._remembered or self._default
 
-    def _look(self, fingerprint: str, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> Found:
+    def _look(self, ids: Sequence[int], params: BlendParams, asks_remote: bool) -> Found:
         if params.mode == "ingest":  # what is not here is computed, not asked for
             self._remember(params.context)
-            return Found(self._ingested(fingerprint, ids, params))
-        candidates = list(self._candidates(fingerprint, ids, params))
+            return Found(self._ingested(ids, params))
+        candidates = list(self._candidates(ids, params))
         missing = self._missing(candidates) if asks_remote else ()
         return Found(missing=missing) if missing else Found(tuple(self._stored(ids, candidates)))
 
     def _candidates(
-        self, fingerprint: str, ids: Sequence[int], params: BlendParams
+        self, ids: Sequence[int], params: BlendParams
     ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
         num_prefix, starts = params.spans[0][0], neighbours(params.spans)
         policy = (self.context(), self._config.context_ids)
         for start, end in params.spans:
             found = contexts(ids, start, starts.get(start), num_prefix, self._config.prefix_ids, *policy)
-            keys = [_key(fingerprint, ids, (start, end), params, each.token_ids, each.name) for each in found]
+            keys = [self._key(ids, (start, end), params, each.token_ids, each.name) for each in found]
             yield start, end, list(zip(keys, found, strict=True))
 
     def _missing(self, candidates: Sequence[tuple[int, int, list[tuple[str, Context]]]]) -> tuple[str, ...]:
@@ -106,14 +106,14 @@ class ChunkLookup:
                     yield StoredSpan(start, end, key, context.match, context.exact, context.policy, kv.nbytes)
                     break
 
-    def _ingested(self, fingerprint: str, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
+    def _ingested(self, ids: Sequence[int], params: BlendParams) -> tuple[StoredSpan, ...]:
         """What an ingestion finds stored: the chunk itself, or else those of the chunks that it is to be behind."""
         *behind, own = params.spans
         prefix_ids = tuple(ids[: params.spans[0][0]])
-        own_key = _key(fingerprint, ids, own, params, prefix_ids, key_name(params.context))
+        own_key = self._key(ids, own, params, prefix_ids, key_name(params.context))
         if self._disk.contains(own_key):
             return (StoredSpan(*own, own_key, "exact", exact=not behind, policy=params.context),)
-        keys = [(span, _key(fingerprint, ids, span, params, prefix_ids)) for span in behind]
+        keys = [(span, self._key(ids, span, params, prefix_ids)) for span in behind]
         return tuple(
             StoredSpan(*span, key, "exact", exact=span[0] == len(prefix_ids))
             for span, key in keys
@@ -130,13 +130,12 @@ class ChunkLookup:
         except RagblendError as error:
             log.warning("%s", error)
 
-
-def _key(
-    fingerprint: str,
-    ids: Sequence[int],
-    span: tuple[int, int],
-    params: BlendParams,
-    prefix_ids: Sequence[int],
-    name: str = "",
-) -> str:
-    return chunk_key(fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)
+    def _key(
+        self,
+        ids: Sequence[int],
+        span: tuple[int, int],
+        params: BlendParams,
+        prefix_ids: Sequence[int],
+        name: str = "",
+    ) -> str:
+        return chunk_key(self._fingerprint, prefix_ids, ids[slice(*span)], params.namespace, name)

@@ -10,41 +10,22 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from typing import Any, NamedTuple
-
-from ragblend.engine.vllm.tracing import trace_reports
+from threading import Event
+from typing import Any
 
 # At most one: a worker process has one model. Weak, so that it goes with its engine: vLLM's linear layers call torch
 # when they are collected, and collected while a later engine in this process compiles they break what that one traces.
 _loaded: list[weakref.ref[Any]] = []
 
 
-class WeightUpdates(NamedTuple):
-    """How often this process's model got other weights since it was loaded, and where the last came from: a folder, ""
-    for the folder it was loaded from, None where nobody can say."""
-
-    number: int = 0
-    path: str | None = None
-
-
-_updates = [WeightUpdates()]
-
-
-def weights_updated(path: str | None = None) -> None:
-    """Note that the model has got other weights. vLLM's own ways are noticed; code that writes into parameters by
-    itself calls this, in every worker."""
-    _updates[0] = WeightUpdates(_updates[0].number + 1, path)
-
-
-def weight_updates() -> WeightUpdates:
-    """What is noted so far."""
-    return _updates[0]
+weights_updated = Event()
+"""Set once this process's model has got other weights than it was loaded with. vLLM's own ways to update weights set
+it; code that writes into parameters by itself has to set it, in every worker."""
 
 
 def register() -> None:
     """Wrap `Worker.load_model`, which the CPU and XPU workers inherit. Calling it again changes nothing."""
     log_as_vllm()
-    trace_reports()
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.load_model
@@ -56,35 +37,29 @@ def register() -> None:
         result = original(self, *args, **kwargs)
         model = self.get_model()
         _loaded[:] = [weakref.ref(model)]
+        weights_updated.clear()
         model.load_weights = _noting(model.load_weights)
         return result
 
     load_model.remembers_model = True  # type: ignore[attr-defined]
     Worker.load_model = load_model
-    # What brings weights from elsewhere than `model.load_weights`, or knows the folder that they come from.
+    # What may bring weights from elsewhere than `model.load_weights`.
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
-            setattr(Worker, name, _noting(getattr(Worker, name), _folder if name == "reload_weights" else None))
+            setattr(Worker, name, _noting(getattr(Worker, name)))
 
 
-def _noting(update: Any, folder: Any = None) -> Any:
-    """`update`, noted when it has ended, well or not."""
+def _noting(update: Any) -> Any:
+    """`update`, which sets `weights_updated` when it has ended, well or not."""
 
     @functools.wraps(update)
     def noting(*args: Any, **kwargs: Any) -> Any:
         try:
             return update(*args, **kwargs)
         finally:
-            weights_updated(folder(*args, **kwargs) if folder is not None else None)
+            weights_updated.set()
 
     return noting
-
-
-def _folder(
-    worker: Any, weights_iterator: Any = None, weights_path: str | None = None, *rest: Any, **more: Any
-) -> str | None:
-    """Where `reload_weights` reads, as vLLM's worker has its arguments."""
-    return (weights_path or "") if weights_iterator is None else None
 
 
 class _AsVllm(logging.Handler):

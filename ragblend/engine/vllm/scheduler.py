@@ -18,6 +18,7 @@ from typing import Any
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.forgotten import Heeded, Listener
+from ragblend.engine.store.kv import ModelShape
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.tuning.calibration import Calibrations, Chosen
 from ragblend.engine.tuning.machine import read_machine_profile
@@ -43,6 +44,8 @@ from ragblend.errors import RagblendError, UsageError
 
 log = logging.getLogger(__name__)
 
+WEIGHTS_UPDATED = "the model's weights were updated; KV is neither stored nor reused until vLLM is started again"
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -52,7 +55,6 @@ class _Asked:
     report: BlendReport
     end: int = 0  # tokens [0, end) are filled by the connector; 0: nothing is
     stored: tuple[StoredSpan, ...] = ()
-    fingerprint: str = ""  # of the weights that those were looked up for
     looking: Future[Found] | None = None  # what to do is settled after it
     coming: Arrival | None = None  # chunks that the remote tier may send; they are looked for after it
     waited_s: float = 0.0  # for those
@@ -87,15 +89,17 @@ class BlendScheduler:
             self.listener.start()  # before the first request: this replica may have been down when others forgot
             self._fetch = RemoteFetch(self.remote, self.disk, config.remote_timeout_s, self.listener)
         model = vllm_config.model_config
-        self._shape, self._model_name = model_shape(model), str(model.model)
-        self.fingerprint = model_fingerprint(model)
-        self._calibrations = self._expect()
-        shape, root, key = self._shape, self.disk.root, self.disk.store_key
+        self.fingerprint, shape = model_fingerprint(model), model_shape(model)
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                tier.expect(self.fingerprint, shape)
+        root, key, num_layers = self.disk.root, self.disk.store_key, len(shape.layers)
+        self._calibrations = Calibrations(root, self.fingerprint, num_layers, key)
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = Loading(machine)
         self._read_ahead = ReadAhead(config.memory_bytes)
-        self._lookup = ChunkLookup(self.disk, config, len(shape.layers))
+        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers)
         if self._lookup.context() == "fixed" and not config.context_ids:
             log.warning(
                 "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
@@ -103,22 +107,14 @@ class BlendScheduler:
                 config.store,
             )
         self._drops_memory = False
-        self._note_model()
+        self._reuses = True
+        self._note_model(str(model.model), shape)
 
-    def _expect(self) -> Calibrations:
-        """Have the tiers expect this model's KV; what was calibrated for it."""
-        for tier in (self.disk, self.remote):
-            if tier is not None:
-                tier.expect(self.fingerprint, self._shape)
-        return Calibrations(self.disk.root, self.fingerprint, len(self._shape.layers), self.disk.store_key)
-
-    def weights_changed(self, fingerprint: str) -> None:
-        """The workers compute with other weights from here on: only KV of those is looked for."""
-        if fingerprint != self.fingerprint:
-            log.warning("the model's weights were updated: KV of the old ones is not used any more")
-            self.fingerprint = fingerprint
-            self._calibrations = self._expect()
-            self._note_model()
+    def stop_reuse(self) -> None:
+        """The workers compute with other weights from here on, so every request is left to vLLM."""
+        if self._reuses:
+            log.warning("%s", WEIGHTS_UPDATED)
+        self._reuses = False
 
     def reset(self) -> None:
         """Have the workers drop what they hold in memory."""
@@ -207,6 +203,9 @@ class BlendScheduler:
         asked = _Asked(params, report)
         if params.mode in ("full", "prefix") or not params.spans:
             return asked
+        if not self._reuses:
+            asked.report = _as_prefill(report, WEIGHTS_UPDATED)
+            return asked
         asked.choice, asked.adapts = choice, blends and choice.is_auto_ratio and self.loading.machine is not None
         if request.skip_reading_prefix_cache:
             raise UsageError("the request wants every prompt token computed (prompt logprobs), so nothing is reused")
@@ -220,8 +219,7 @@ class BlendScheduler:
         self._is_settled(request, asked)
 
     def _look(self, request: Any, asked: _Asked, *, asks_remote: bool) -> None:
-        asked.fingerprint, ids = self.fingerprint, request.prompt_token_ids
-        asked.looking = self._lookup.start(asked.fingerprint, ids, asked.params, asks_remote=asks_remote)
+        asked.looking = self._lookup.start(request.prompt_token_ids, asked.params, asks_remote=asks_remote)
 
     def _is_settled(self, request: Any, asked: _Asked) -> bool:
         """Whether it is known what is to be done. Goes on with what has become known since the last call."""
@@ -268,10 +266,7 @@ class BlendScheduler:
         decision = self.loading.decide(asked.choice.ratio, len(ids), num_prefix, asked.stored, asks_first)
         asked.adapts = False
         if decision.refused:
-            asked.report = replace(
-                asked.report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None
-            )
-            asked.report.refused_reason = decision.refused
+            asked.report = _as_prefill(asked.report, decision.refused)
             asked.stored, asked.end = (), 0
             self._read_ahead.ends(request.request_id)
             self.counting.add(refused_requests=1)
@@ -316,7 +311,7 @@ class BlendScheduler:
                 asked.end,
                 asked.stored,
                 tuple(block_ids),
-                asked.fingerprint,
+                self.fingerprint,
                 fit.reads if fit is not None else None,
             )
         )
@@ -394,8 +389,7 @@ class BlendScheduler:
             self._fetch.close()
         self._lookup.close()
 
-    def _note_model(self) -> None:
-        name, shape = self._model_name, self._shape
+    def _note_model(self, name: str, shape: ModelShape) -> None:
         models = self.disk.models()
         if self.fingerprint not in models:
             if models:
@@ -405,6 +399,13 @@ class BlendScheduler:
                 self.disk.put_model(self.fingerprint, {"model": name, **shape.as_facts()})
             except RagblendError as error:  # a read-only store still serves
                 log.warning("%s", error)
+
+
+def _as_prefill(report: BlendReport, reason: str) -> BlendReport:
+    """The report on a request that is left to vLLM."""
+    return replace(
+        report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None, refused_reason=reason
+    )
 
 
 def _hide_from_prefix_cache(request: Any, asked: _Asked) -> None:

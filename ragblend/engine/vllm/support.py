@@ -5,10 +5,7 @@ Reads vLLM's configuration objects by their attributes. Raises UnsupportedModelE
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
@@ -17,8 +14,6 @@ from ragblend.engine.hf.model import find_model
 from ragblend.engine.hf.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
-
-log = logging.getLogger(__name__)
 
 OLDEST, BEFORE = (0, 28), (0, 33)
 """Supported vLLM releases: from OLDEST on, up to but not including BEFORE. `make test-vllm` and
@@ -172,20 +167,6 @@ def refuse_bent_attention(impl: Any) -> None:
     """Raise UnsupportedModelError for attention that ours cannot be: the question is asked by our own."""
     if getattr(impl, "alibi_slopes", None) is not None:
         raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend lacks. {_WAY_OUT}")
-
-
-def updated_fingerprint(model_config: Any, path: str | None, before: str, engine: str) -> str:
-    """The fingerprint of weights that came in place of those of the fingerprint `before`: the folder's at `path`, ""
-    for the one that vLLM read last; where nobody can say which they are, one that nothing else has. `engine`: its
-    name, and how often."""
-    if path is not None:
-        fields = ("dtype", "hf_overrides", "hf_config", "quantization")
-        facts = {name: getattr(model_config, name, None) for name in fields}
-        try:
-            return model_fingerprint(SimpleNamespace(model=path or model_config.model, **facts))
-        except (RagblendError, OSError, ValueError) as error:
-            log.warning("the weights in %s cannot be told from others (%s)", path or model_config.model, error)
-    return hashlib.blake2b(f"{before}\0{engine}".encode(), digest_size=16).hexdigest()
 
 
 def model_fingerprint(model_config: Any) -> str:

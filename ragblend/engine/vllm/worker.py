@@ -117,14 +117,6 @@ class _Running:
     unread_s: float = 0.0  # what it has waited for those before
 
 
-_OUTDATED = UsageError("the model's weights were updated")
-
-
-def _outdated() -> Steps[_Outcome]:
-    yield 0  # a generator, as every job is
-    raise _OUTDATED
-
-
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: vLLM's worker thread owns it.
 
@@ -142,7 +134,6 @@ class BlendWorker:
         shown: Callable[[BaseException], str] = str,
     ) -> None:
         self._shown = shown
-        self.fingerprint: str | None = None  # of the weights; None: as the jobs say
         self.layers, self._store, self._write = layers, store, write or store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
@@ -159,26 +150,18 @@ class BlendWorker:
         self._store = store
 
     def submit(self, job: Job) -> None:
-        """Queue a job. What was looked up for other weights is not used: such a chunk is computed, such a blend fails,
-        and vLLM computes it."""
-        if self.fingerprint not in (None, job.fingerprint):
-            if job.params.mode != "ingest":
-                self._jobs.append(_Running(job, _outdated()))
-                return
-            job = replace(job, fingerprint=self.fingerprint, stored=())
+        """Queue a job."""
         is_known = any(span.end == job.end for span in job.stored)
         steps = self._ingest(job) if job.params.mode == "ingest" and not is_known else self._blend(job)
         self._jobs.append(_Running(job, steps))
 
-    def weights_changed(self, fingerprint: str) -> list[Finished]:
-        """Other weights compute from here on: what is under way fails, and nothing of the old ones is kept."""
-        self.fingerprint = fingerprint
+    def leave_to_vllm(self, jobs: Sequence[Job], reason: str) -> list[Finished]:
+        """Do none of `jobs` and drop those under way: vLLM computes their prompts."""
         self._prefixes.clear()
-        return [self._failed(running, _OUTDATED) for running in list(self._jobs)]
-
-    def write_to(self, write: Callable[[ChunkKV], None]) -> None:
-        """Store new chunks by `write` from now on."""
-        self._write = write
+        dropped = [running.job for running in self._jobs]
+        for running in self._jobs:
+            self._drop(running)
+        return [_left_to_vllm(job, reason) for job in (*dropped, *jobs)]
 
     def after_writing(self, action: Callable[[], None]) -> None:
         """Run `action` in the thread that stores chunks, behind those that wait to be stored."""
@@ -279,10 +262,7 @@ class BlendWorker:
         """One request's trouble must not end the server."""
         log.error("blending request %s failed", running.job.request_id, exc_info=error)
         self._drop(running)
-        reason = f"blending failed ({self._shown(error)})"
-        return Finished(
-            running.job, BlendReport(running.job.params.told_as, refused_reason=reason, failed=True), failed=True
-        )
+        return _left_to_vllm(running.job, f"blending failed ({self._shown(error)})")
 
     def _drop(self, running: _Running) -> None:
         running.steps.close()
@@ -486,6 +466,10 @@ class BlendWorker:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
         header = KVHeader("", *facts, namespace=namespace, context=context)
         return replace(header, key=key_of(header))
+
+
+def _left_to_vllm(job: Job, reason: str) -> Finished:
+    return Finished(job, BlendReport(job.params.told_as, refused_reason=reason, failed=True), failed=True)
 
 
 def worker_of_this_process() -> BlendWorker:

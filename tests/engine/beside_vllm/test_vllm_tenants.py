@@ -32,7 +32,7 @@ from ragblend.engine.vllm.params import (
 )
 from ragblend.engine.vllm.tenants import ForbiddenError, Grant, parse_keys, read_keys, stamped
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
-from ragblend.upkeep.serve import ServeOptions, prepare
+from ragblend.operations.serve import ServeOptions, prepare
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}

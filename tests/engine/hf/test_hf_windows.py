@@ -16,6 +16,7 @@ from ragblend.engine.hf.model import inspect_model, model_fingerprint
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 CHUNKS = (
@@ -102,12 +103,12 @@ def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved, tmp_
     with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
         for chunk in CHUNKS:
             engine.precompute(chunk)
-        explained = engine.explain(PROMPT, rule="ask", recompute_ratio=0.1, max_tokens=2)
+        explained = explain(engine, PROMPT, rule="ask", recompute_ratio=0.1, max_tokens=2)
         assert explained.count("recomputed") == explained.report.num_recomputed_tokens > 0
         stale = [token.deviation for segment in explained.segments[2:5] for token in segment.tokens if token.deviation]
         assert stale
         assert all(0 < deviation < 10 for deviation in stale)
-        whole = engine.explain(PROMPT, rule="ask", recompute_ratio=1.0, max_tokens=2)
+        whole = explain(engine, PROMPT, rule="ask", recompute_ratio=1.0, max_tokens=2)
         assert max(token.remaining for token in whole.tokens) < 1e-4
 
 

@@ -32,6 +32,7 @@ from ragblend.engine.hf.model import inspect_model
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import StoreMismatchError
+from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 RANK, ROPE, LAYERS = 24, 8, 6
@@ -188,7 +189,7 @@ def test_kv_from_disk_answers_as_kv_at_hand(family, folder, tmp_path):
         assert engine.generate(PROMPT, max_tokens=12).token_ids == expected.token_ids
         reused = engine.generate(PROMPT, mode="reuse", max_tokens=12).report
         assert (reused.num_chunk_hits, reused.num_recomputed_tokens) == (3, 0)
-        assert engine.explain(PROMPT, recompute_ratio=1.0, max_tokens=4).answers_identical
+        assert explain(engine, PROMPT, recompute_ratio=1.0, max_tokens=4).answers_identical
 
 
 def test_other_weights_of_the_expansion_are_another_model(folder, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from servers import RedisServer, TalkingServer, TcpProxy, running_redis
 from tier_support import DictValues, assert_same, make_kv
 
-from ragblend.bench.common.hardware import peak_rss_bytes, reset_peak_rss
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.remote import redis_values as remote_redis
 from ragblend.engine.store.remote import tier as remote
@@ -23,6 +22,7 @@ from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import BackendUnreachableError
+from ragblend.lab.bench.common.hardware import peak_rss_bytes, reset_peak_rss
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,22 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.tuning.pipeline import (
-    GB,
     LINEAR,
     MachineProfile,
-    Need,
-    Storage,
     ascending,
     choose_ratio,
     decide,
     interpolate,
     last_within,
     machine_profile_from,
-    parse_storage,
     pipelined_s,
-    plan,
 )
 from ragblend.errors import UsageError
+from ragblend.lab.plan import GB, Need, Storage, parse_storage, plan
 
 R_STAR = 0.15
 SLACK = 1 + 1e-9
