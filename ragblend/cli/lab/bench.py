@@ -76,7 +76,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """The benchmark's command: runs `bench_NAME` of `ragblend.lab.bench.NAME`."""
+    """The benchmark's command: runs `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
     name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: Path | None = None, **values: Any) -> None:
@@ -85,7 +85,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
         use_threads(values["threads"])
         quiet_libraries()
         run: Callable[..., dict[str, Any]] = getattr(
-            import_module(f"ragblend.lab.bench.{_MODULES.get(name, name)}"), f"bench_{name}"
+            import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}"), f"bench_{name}"
         )
         asked = config_from(config, values)
         facts = run(asked, plot=plot, echo=lambda line: (err if json_ else out).print(line, markup=False))
