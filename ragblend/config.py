@@ -71,9 +71,8 @@ class Settings(TierOptions):
     max_file_mib: float = option(256.0, "Larger files are not read, which is said; 0: none.", at_least(0, "no limit"))
     context: ContextPolicy | None = option(
         None,
-        "What chunks are computed behind: none, similar (also behind the two most similar chunks), neighbour (also "
-        "behind the chunk before) or fixed (behind one neutral text); else what the store remembers, or similar for a "
-        "model of 12 layers or more, none for others.",
+        "What chunks are computed behind: none, or similar (also behind the two most similar chunks); else what the "
+        "store remembers, or similar for a model of 12 layers or more, none for others.",
         CONTEXT,
     )
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")

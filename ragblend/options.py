@@ -22,7 +22,7 @@ MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 RatioChoice = float | Literal["auto"] | None  # a share to recompute, or what was calibrated; None: either
 KvDtype = Literal["auto", "int8", "fp8"]
 DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit, or as much as it leaves free
-ContextPolicy = Literal["none", "neighbour", "fixed", "similar"]  # what chunks are computed behind besides the prefix
+ContextPolicy = Literal["none", "similar"]  # what chunks are computed behind besides the prefix
 
 
 class Check(NamedTuple):

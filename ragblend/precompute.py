@@ -43,7 +43,6 @@ from ragblend.ingestion.rewrite import count_others, prefill_again, round_known
 from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk
-from ragblend.prompt.segmenter import FIXED_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +109,9 @@ def ingest(
     again, and `say` is told.
 
     context: what chunks are computed behind besides the prefix, see `lookup`; the store remembers it. None is what it
-    remembers, in a new one the default for the model: "similar" from 12 layers on, else "none". "neighbour" and
-    "similar" keep a second version of each chunk: twice the store. `precompute_index` changes it; here it has to be
-    what the store has, or UsageError.
+    remembers, in a new one the default for the model: "similar" from 12 layers on, else "none". "similar" keeps a
+    second version of each chunk: twice the store. `precompute_index` changes it; here it has to be what the store has,
+    or UsageError.
 
     workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
@@ -301,7 +300,7 @@ def precompute_documents(
 
     In a store whose context is "similar" (the default for models of 12 layers or more), chunks are stored a second
     time, behind the most similar ones of all that came this way; of an engine that is a client of a server they are
-    not, and in the context "neighbour" they stay alone: only an index knows what stands before them.
+    not.
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     settle_context(engine, None)
@@ -490,13 +489,11 @@ def check_room(disk: DiskStore, nbytes: int) -> str:
 
 def chunk_size_limit(engine: Engine, chunk_size: int) -> int:
     """`chunk_size`, or a UsageError when a chunk of it would not fit the model's context with a question behind it."""
-    num_fixed = FIXED_TOKENS if engine.context == "fixed" else 0
-    room = engine.context_length - 64 - num_fixed
+    room = engine.context_length - 64
     if not 0 < chunk_size <= room:
-        behind = f", {num_fixed} of them the fixed context that chunks are computed behind" if num_fixed else ""
         raise UsageError(
-            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}{behind}, choose 1 to "
-            f"{room} (--chunk-size), small enough that several chunks fit"
+            f"chunk size is {chunk_size} tokens; {engine.name} reads {engine.context_length}, choose 1 to {room} "
+            "(--chunk-size), small enough that several chunks fit"
         )
     return chunk_size
 

@@ -841,13 +841,13 @@ def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_pa
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_the_ingestion_context_is_a_field(kind: Any, tmp_path: Path) -> None:
-    model = kind(store=tmp_path, context="fixed")
-    assert model.engine.context == "fixed"
-    precompute_and_register([A], model)
-    assert model.engine.is_stored(Chunk(A, context="fixed"))
+    model = kind(store=tmp_path, context="similar")
+    assert model.engine.context == "similar"
+    precompute_and_register([A, B], model)
+    assert model.engine.is_stored(Chunk(B, context="similar"))
     assert kind(store=tmp_path, context="none").engine is not model.engine
     model.engine.close()
-    with pytest.raises(ValidationError, match="'none', 'neighbour', 'fixed' or 'similar'"):
+    with pytest.raises(ValidationError, match="'none' or 'similar'"):
         kind(store=tmp_path / "other", context="some")
 
 

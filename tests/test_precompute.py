@@ -178,26 +178,26 @@ def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engin
     assert not engine.is_stored(fox)
 
 
-def test_neighbour_kv_is_stored_found_pinned_and_removed_with_its_document(engine, tmp_path):
+def test_similar_kv_is_stored_found_pinned_and_removed_with_its_document(engine, tmp_path):
     folder = tmp_path / "docs"
     folder.mkdir()
     (folder / "long.txt").write_text("\n\n".join(f"Bob Fox number {n} lives in Norburg and plays." for n in range(5)))
     (folder / "other.txt").write_text(TEXTS["fox.txt"])
-    options = {"chunk_size": 16, "embedder": "hashing", "context": "neighbour"}
+    options = {"chunk_size": 16, "embedder": "hashing", "context": "similar"}
     report = ingest(folder, engine, tmp_path / "index", **options)
-    assert (report.num_chunks, report.num_new_kv) == (6, 6 + 4)
+    assert (report.num_chunks, report.num_new_kv) == (6, 6 + 6)
     assert ingest(folder, engine, tmp_path / "index", **options).num_new_kv == 0
     with open_index(tmp_path / "index") as index:
         source = str(folder / "long.txt")
         chunks = list(index.chunks(source))
         prompt = SegmentedPrompt(chunks[1:4], "Where does Bob Fox live?")
         hits = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
-        assert [chunk.context for chunk in hits] == ["none", "neighbour", "neighbour"]
+        assert [chunk.context for chunk in hits] == ["none", "similar", "similar"]
         assert pin_document(source, engine, index) == (5, 5)
         pinned = disk_tier(engine.store).pins()[source]
-        assert set(pinned) == {engine.key(chunk) for chunk in versions(chunks, "neighbour")}
-        assert len(pinned) == 9
-        assert remove_documents([source], engine, index) == (5, 9)
+        assert set(pinned) == {engine.key(chunk) for chunk in versions(chunks, "similar")}
+        assert len(pinned) == 10
+        assert remove_documents([source], engine, index) == (5, 10 + 1), "the other's similar version was behind it"
         assert len(list(engine.store.keys())) == 1
 
 

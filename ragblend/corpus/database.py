@@ -23,13 +23,13 @@ from ragblend.corpus.rows import (
     Row,
     columns_of,
     text_hash,
-    versions_of,
 )
 from ragblend.corpus.tables import Tables, reingest
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.prompt.prompt import Chunk
 
 _OF_DOCUMENT = "WHERE d.source = ? ORDER BY c.ordinal"
+_DOOMED = "key, place, source, text_hash"
 
 
 class ChunkDatabase(Tables):
@@ -138,13 +138,11 @@ class ChunkDatabase(Tables):
         with self.reading():
             rows = self._checked("leftovers", "id, source, text, behind", "ORDER BY id")
             texts = {text: source for _, source, text, behind in reversed(rows) if not behind}
-            pairs = {(behind, text): source for _, source, text, behind in reversed(rows) if behind}
             sources = dict.fromkeys(source for _, source, _, _ in rows)
             return Leftovers(
                 tuple(text for text in texts if not self._has_text(text_hash(text))),
-                tuple(pair for pair in pairs if not self._has_pair(*map(text_hash, pair))),
                 tuple(source for source in sources if not self._has("documents", "source", source)),
-                {text: source for (_, text), source in pairs.items()} | texts,
+                texts,
                 max((row[0] for row in rows), default=0),
             )
 
@@ -152,22 +150,18 @@ class ChunkDatabase(Tables):
         """Note which entries are to go, in place of `leftovers`: from then on nothing here tells the texts."""
         with self.holding():
             for entry in entries:
-                self._put("doomed", entry)
+                self._put("doomed", (*entry, b""))
             self._connection.execute("DELETE FROM leftovers WHERE id <= ?", (leftovers.last_id,))
 
     def doomed(self) -> list[Doomed]:
         """The entries of stores that `doom` noted and `pardon` has not taken off, in the order they were noted in."""
-        return [Doomed(*row) for row in self._checked("doomed", CHECKED["doomed"], "ORDER BY rowid")]
+        return [Doomed(*row) for row in self._checked("doomed", _DOOMED, "ORDER BY rowid")]
 
     def is_doomed(self, entry: Doomed) -> bool:
-        """Whether an entry is still noted, and nothing here has its text again, or behind the other."""
+        """Whether an entry is still noted, and nothing here has its text again."""
         with self.reading():
-            noted = self._checked("doomed", CHECKED["doomed"], "WHERE key = ? AND place = ?", (entry.key, entry.place))
-            if tuple(entry) not in noted:
-                return False
-            if entry.behind_hash:
-                return not self._has_pair(entry.behind_hash, entry.text_hash)
-            return not self._has_text(entry.text_hash)
+            noted = self._checked("doomed", _DOOMED, "WHERE key = ? AND place = ?", (entry.key, entry.place))
+            return tuple(entry) in noted and not self._has_text(entry.text_hash)
 
     def pardon(self, entries: Iterable[Doomed]) -> None:
         """Take entries off the list: they are gone, or wanted again."""
@@ -193,9 +187,8 @@ class ChunkDatabase(Tables):
                 f"INSERT INTO chunks ({CHECKED['chunks']}, checksum) VALUES ({', '.join('?' * 13)})",
                 (columns_of(*item, document, ordinal, generation) for ordinal, item in enumerate(items.values())),
             )
-            kept = versions_of([chunk.text for chunk, _ in items.values()])
-            had = versions_of([row.text for row in old])
-            self._leave(source, [version for version in had if version not in kept])
+            kept = {chunk.text for chunk, _ in items.values()}
+            self._leave(source, (row.text for row in old if row.text not in kept))
 
     def remove_document(self, source: str) -> int:
         """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
@@ -210,7 +203,7 @@ class ChunkDatabase(Tables):
             forget = "UPDATE files SET version = '', checksum = row_checksum(path, '', top) WHERE path = ?"
             self._connection.execute(forget, (file,))  # it has more to give
             self._drop_empty_files([file])
-            self._leave(source, versions_of([row.text for row in old]))
+            self._leave(source, (row.text for row in old))
         return len(old)
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
@@ -239,22 +232,14 @@ class ChunkDatabase(Tables):
         empty = "DELETE FROM files WHERE path = ?1 AND NOT EXISTS (SELECT 1 FROM documents WHERE file = ?1)"
         self._connection.executemany(empty, ((path,) for path in paths))
 
-    def _leave(self, source: str, versions: Iterable[tuple[str, str]]) -> None:
+    def _leave(self, source: str, texts: Iterable[str]) -> None:
         # Numbers that never come again: whoever has read some drops these, and none that came since.
-        for number, version in enumerate(versions, start=self.generation() << 24):
-            self._put("leftovers", (number, source, *version))
+        for number, text in enumerate(dict.fromkeys(texts), start=self.generation() << 24):
+            self._put("leftovers", (number, source, text, ""))
 
     def _has_text(self, hashed: bytes) -> bool:
         """Whether some chunk has the text of this `text_hash`."""
         return self._has("chunks", "text_hash", hashed)
-
-    def _has_pair(self, behind_hash: bytes, hashed: bytes) -> bool:
-        """Whether some document has the one text right behind the other."""
-        query = (
-            "SELECT 1 FROM chunks c JOIN chunks b ON b.document = c.document AND b.ordinal = c.ordinal - 1 "
-            "WHERE c.text_hash = ? AND b.text_hash = ? LIMIT 1"
-        )
-        return bool(self._rows(query, (hashed, behind_hash)))
 
     def _select(self, where: str, values: Sequence[object]) -> list[Row]:
         return [Row(*columns) for columns in self._rows(SELECT + where, values)]

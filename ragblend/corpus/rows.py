@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +47,10 @@ CHECKED = {
     "leftovers": "id, source, text, behind",
     "doomed": "key, place, source, text_hash, behind_hash",
 }
-"""What the checksum of a row is of, by table: `row_checksum` of these columns."""
+"""What the checksum of a row is of, by table: `row_checksum` of these columns.
+
+`behind` and `behind_hash` are empty: versions of a chunk that was stored behind the one before it left.
+"""
 SELECT = (
     'SELECT c.id, c.chunk_id, d.source, c.document, c.ordinal, c.start, c."end", c.text, c.metadata, c.num_tokens, '
     "c.vector, c.generation, c.text_hash, c.checksum FROM chunks c JOIN documents d ON d.id = c.document "
@@ -71,23 +72,21 @@ class Leftovers(NamedTuple):
     """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
 
     texts: tuple[str, ...]
-    pairs: tuple[tuple[str, str], ...]  # (behind, text): a text that followed another, see `ingestion.contexts`
     sources: tuple[str, ...]  # documents that are gone whole
     source_of: dict[str, str]  # of a text, the first document that had it
     last_id: int  # what `doom` takes once it is known which entries these are
 
 
 class Doomed(NamedTuple):
-    """An entry that is to go, because nobody has its text any more, or not behind that other text.
+    """An entry that is to go, because nobody has its text any more, or one that it was computed behind.
 
-    It tells no text, so it may wait for a remote tier that cannot be told now. Hashes are `text_hash`.
+    It tells no text, so it may wait for a remote tier that cannot be told now.
     """
 
     key: str
     place: str  # where it is to go: "" in the store of this machine, else the remote tier's URL
     source: str  # the document that had it
     text_hash: bytes
-    behind_hash: bytes = b""  # where the text itself is still wanted
 
 
 class Row(NamedTuple):
@@ -121,12 +120,6 @@ class Row(NamedTuple):
 def text_hash(text: str) -> bytes:
     """16 bytes; equal for texts that are the same to the registry: equal after `strip()`."""
     return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
-
-
-def versions_of(texts: Sequence[str]) -> dict[tuple[str, str], None]:
-    """What KV a document of these chunks may have: (text, ""), and (text, behind) for each that follows another."""
-    alone = {(text, ""): None for text in texts}
-    return alone | {(text, behind): None for behind, text in pairwise(texts)}
 
 
 def columns_of(

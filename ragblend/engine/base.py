@@ -22,7 +22,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt, as_chunk
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, as_chunk
 from ragblend.prompt.segmenter import Segmenter
 
 
@@ -116,18 +116,13 @@ class EngineBase(ABC):
             named = [replace(chunk, context="similar") for chunk in named]
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
-    @property
-    def main_version(self) -> Behind:
-        """What the version is computed behind that the store keeps of every chunk."""
-        return Behind("fixed", (self.segmenter.fixed_ids,)) if self.context == "fixed" else ALONE
-
     def key(self, chunk: Part) -> str:
         """The key of the chunk's KV behind the default prefix, in the version that it names in `context`."""
         return self.key_of(*self._chunk_ids(chunk))
 
     def key_of(self, token_ids: Sequence[int], behind: Behind = ALONE) -> str:
         """`key` of a chunk that is token ids already, in the version that is computed behind `behind`."""
-        return self._key(self.default_prefix_ids + behind.key_ids, token_ids, key_name(behind.policy))
+        return self._key(self.default_prefix_ids, token_ids, key_name(behind.policy))
 
     def is_stored(self, chunk: Part) -> bool:
         """Whether the chunk's KV behind the default prefix is in the store, in the version that it names."""
@@ -156,12 +151,9 @@ class EngineBase(ABC):
 
     def _behind_of(self, chunk: Part) -> Behind:
         """What the version of a chunk that it names is computed behind."""
-        named = chunk.context if isinstance(chunk, Chunk) else None
-        if named is None:
-            return self.main_version
-        if named == "fixed":
-            return Behind(named, (self.segmenter.fixed_ids,))
-        return Behind(named, self.segmenter.context_parts(chunk)) if isinstance(chunk, Chunk) else ALONE
+        if isinstance(chunk, Chunk) and chunk.context == "similar":
+            return Behind("similar", self.segmenter.context_parts(chunk))
+        return ALONE
 
     def _key(self, prefix_ids: Sequence[int], token_ids: Sequence[int], context: str = "") -> str:
         return chunk_key(self.fingerprint, prefix_ids, token_ids, self.namespace, context)
@@ -189,20 +181,12 @@ class EngineBase(ABC):
 
     # -- background work
 
-    def _lacks_alone(self, prompt: TokenizedPrompt, segment: Segment) -> bool:
-        """Whether a chunk stands where it would be exact alone, and the store keeps another version of it."""
-        is_first = segment.start == len(prompt.prefix_ids) and prompt.prefix_ids == self.default_prefix_ids
-        return is_first and self.main_version != ALONE
-
-    def _store_later(self, prompt: TokenizedPrompt, segments: Iterable[Segment]) -> None:
-        """Precompute chunks of `prompt` in the background, unless `on_miss` is "inline": in the store's main version,
-        and alone where that would have been exact."""
+    def _store_later(self, segments: Iterable[Segment]) -> None:
+        """Precompute chunks alone, in the background, unless `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
         for segment in segments:
-            self._backfill.add(segment.token_ids, self.main_version)
-            if self._lacks_alone(prompt, segment):
-                self._backfill.add(segment.token_ids, ALONE)
+            self._backfill.add(segment.token_ids)
 
     @property
     def shadow(self) -> ShadowCounters:

@@ -18,7 +18,6 @@ from typing import Protocol
 from torch import Tensor
 
 from ragblend.engine.decoding import Sampler, StopScanner
-from ragblend.engine.fusion.lookup import ALONE, Behind
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import Fit
@@ -131,7 +130,7 @@ class DecodingEngine(Protocol):
     def prefill(self, request: Request) -> Prefilled: ...
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor: ...
     def stop_ids(self) -> frozenset[int]: ...
-    def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None: ...
+    def backfill(self, misses: Sequence[Segment]) -> None: ...
 
 
 OnEnd = Callable[[Prefilled, Generation], None]
@@ -237,7 +236,7 @@ class GenerationStream:
             if sampler.logprobs is not None:
                 result.logprobs = [TokenLogprob(*each) for each in sampler.logprobs[: len(result.token_ids)]]
             self._remember(prefilled.fused)
-            engine.backfill(self._request.prompt, prefilled.misses)
+            engine.backfill(prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
 
@@ -255,21 +254,18 @@ class Backfill:
     An executor, because the interpreter joins its thread at exit: a thread still inside torch then would abort it.
     """
 
-    def __init__(self, precompute: Callable[[tuple[int, ...], Behind], int]) -> None:
+    def __init__(self, precompute: Callable[[tuple[int, ...]], int]) -> None:
         self._precompute = precompute
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
 
-    def add(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> None:
-        """Queue a version of one chunk, the one behind `behind`.
-
-        Once it is closed, or the interpreter going away, nothing is queued: the chunk stays a miss.
-        """
+    def add(self, token_ids: tuple[int, ...]) -> None:
+        """Queue one chunk. Once it is closed, or the interpreter going away, nothing is: the chunk stays a miss."""
         with self._lock:
             self._pending = [future for future in self._pending if not future.done() or future.exception()]
             try:
-                self._pending.append(self._executor.submit(self._work, token_ids, behind))
+                self._pending.append(self._executor.submit(self._work, token_ids))
             except RuntimeError as error:
                 log.debug("a missed chunk is not stored: %s", error)
 
@@ -284,9 +280,9 @@ class Backfill:
         """Finish what is queued and end the thread."""
         self._executor.shutdown(wait=True)
 
-    def _work(self, token_ids: tuple[int, ...], behind: Behind) -> None:
+    def _work(self, token_ids: tuple[int, ...]) -> None:
         try:
-            self._precompute(token_ids, behind)
+            self._precompute(token_ids)
         except (RagblendError, OSError) as error:
             # The answer is out already; a full disk must not take the process down. flush() raises.
             log.warning("a missed chunk was not stored: %s", error)

@@ -52,25 +52,21 @@ def settle_context(engine: Engine, wanted: ContextPolicy | None) -> None:
 
 
 def versions(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """All that a store of this policy keeps of `chunks`, which are in reading order: its main version, and others.
+    """All that a store of this policy keeps of `chunks`: each alone, and its similar version where there are such.
 
-    Similar versions do not say yet what they are behind: see `with_similar`.
+    Those do not say yet what they are behind: see `with_similar`.
     """
     found: list[Chunk] = []
-    before: Chunk | None = None
     for chunk in chunks:
         found.append(chunk)
         if policy == "similar":
             found.append(replace(chunk, context="similar"))
-        elif policy == "neighbour" and before is not None and before.source == chunk.source:
-            found.append(replace(chunk, context="neighbour", behind=(before.text,)))
-        before = chunk
     return found
 
 
-def alone_versions(text: str) -> list[Chunk]:
-    """Every version that a chunk can have whatever stands beside it in its document, by their keys."""
-    return [Chunk(text, context="none"), Chunk(text, context="fixed"), Chunk(text, context="similar")]
+def every_version(text: str) -> list[Chunk]:
+    """Every version that a chunk can have, by their keys."""
+    return [Chunk(text, context="none"), Chunk(text, context="similar")]
 
 
 def with_similar(chunks: Sequence[Chunk], engine: Engine, index: Finder | None) -> list[Chunk]:
@@ -125,13 +121,13 @@ def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
 
 
 def drop_versions(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every version of `chunks`, which are in reading order, that is none of those `kept`, and where the store
-    keeps similar versions no longer, those of what frameworks have brought.
+    """Delete every version of `chunks` that is none of those `kept`, and where the store keeps similar versions no
+    longer, those of what frameworks have brought.
 
     How many went, and why a remote tier could not be told; "" where it was.
     """
     stay = {engine.key(chunk) for chunk in kept}
-    every = [*versions(chunks, "neighbour"), *(each for chunk in chunks for each in alone_versions(chunk.text))]
+    every = [each for chunk in chunks for each in every_version(chunk.text)]
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in stay]
     num_removed, problem = 0, ""
     with closing(registry_of(engine.store)) as registry:

@@ -7,9 +7,9 @@ stores; nothing of files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ragblend.corpus.rows import Doomed, Leftovers, text_hash
 from ragblend.corpus.texts import ChunkRegistry, registry_of
@@ -21,7 +21,7 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import Pins, TieredStore, disk_tier, tiers_of
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import alone_versions
+from ragblend.ingestion.contexts import every_version
 from ragblend.prompt.prompt import Chunk
 
 Ids = tuple[int, ...]
@@ -65,10 +65,8 @@ def _doom(left: Leftovers, index: ChunkIndex, engine: Engine, registry: ChunkReg
             engine.store.unpin(source)
     places = _places(engine)
     doomed = []
-    for key, lost in doomed_keys(gone, engine, left.pairs, everywhere=True).items():
-        behind = text_hash(lost.behind) if lost.behind else b""
-        source = left.source_of.get(lost.text, "")
-        doomed += [Doomed(key, place, source, text_hash(lost.text), behind) for place in places]
+    for key, text in doomed_keys(gone, engine, everywhere=True).items():
+        doomed += [Doomed(key, place, left.source_of.get(text, ""), text_hash(text)) for place in places]
     if gone and engine.context == "similar":
         unseen = _unseen((engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places)
         doomed += [Doomed(key, place, "", b"") for key, place in unseen]
@@ -99,8 +97,7 @@ def _carry_out(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tu
             with index.holding(), registry.holding() as is_registered:
                 try:
                     for entry in batch:
-                        is_held = not entry.behind_hash and is_registered(entry.text_hash)
-                        wanted = is_held or not index.is_doomed(entry)
+                        wanted = is_registered(entry.text_hash) or not index.is_doomed(entry)
                         if not wanted and delete(entry.key):
                             gone.add(entry.key)
                         done.append(entry)
@@ -121,38 +118,22 @@ def _places(engine: Engine) -> dict[str, Callable[[str], bool]]:
     return {HERE: store.delete_near, **{tier.url: store.delete for tier in store.far_tiers}}
 
 
-class Lost(NamedTuple):
-    """Why an entry is to go: nobody has `text` any more, or nobody behind that other text."""
-
-    text: str
-    behind: str = ""
-
-
-def doomed_keys(
-    texts: Iterable[str], engine: Engine, pairs: Iterable[tuple[str, str]] = (), *, everywhere: bool = False
-) -> dict[str, Lost]:
-    """Keys of the KV of texts, and of `pairs` (behind, text), and why each goes; in the order in which to delete them.
+def doomed_keys(texts: Iterable[str], engine: Engine, *, everywhere: bool = False) -> dict[str, str]:
+    """Keys of the KV of texts, each with the text because of which it goes; in the order in which to delete them.
 
     everywhere: in the local tiers, whose headers are read for it, also that of other models and prefixes, and of
     whatever was computed behind these texts, in the engine's own namespace.
     """
-    chunks = [Chunk(text) for text in dict.fromkeys(texts)]
-    neighbours = [Chunk(text, context="neighbour", behind=(behind,)) for behind, text in pairs]
-    keys: dict[str, Lost] = {}
-    ids_of, joint = engine.segmenter.chunk_ids, engine.segmenter.joint_ids
-    if (chunks or neighbours) and everywhere:
-        namespace, prefix = getattr(engine, "namespace", ""), tuple(getattr(engine, "default_prefix_ids", ()))
-        gone = {ids_of(chunk): Lost(chunk.text) for chunk in chunks}
-        apart = [
-            (ids_of(behind) + joint, ids_of(chunk), Lost(chunk.text, behind))
-            for chunk in neighbours
-            for behind in chunk.behind
-        ]
+    texts = list(dict.fromkeys(texts))
+    keys: dict[str, str] = {}
+    if texts and everywhere:
+        namespace = getattr(engine, "namespace", "")
+        gone = {engine.segmenter.chunk_ids(text): text for text in texts}
         mine = (header for header in near_headers(engine.store) if header.namespace == namespace)
-        contexts = {hash(prefix + ids + joint): lost for ids, lost in gone.items()}
-        keys = dict(keys_without(mine, gone.get, joint, apart, contexts))
-    for chunk in (*neighbours, *(version for each in chunks for version in alone_versions(each.text))):
-        keys.setdefault(engine.key(chunk), Lost(chunk.text, "".join(chunk.behind)))
+        keys = dict(keys_without(mine, gone.get, engine.segmenter.joint_ids))
+    for text in texts:
+        for version in every_version(text):
+            keys.setdefault(engine.key(version), text)
     return keys
 
 
@@ -208,40 +189,18 @@ def _drop(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tupl
 
 
 def keys_without(
-    headers: Iterable[KVHeader],
-    reason_of: Callable[[Ids], Reason | None],
-    joint: Ids,
-    pairs: Iterable[tuple[Ids, Ids, Reason]] = (),
-    contexts: Mapping[int, Reason] | None = None,
+    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
 ) -> Iterator[tuple[str, Reason]]:
-    """Keys of entries whose token ids are gone, that were computed behind such entries, or behind the first of a pair;
-    with the reason that `reason_of` gives for those ids, None for ids that are wanted, or the pair's.
+    """Keys of entries whose token ids are gone, or that were computed behind such entries; with the reason that
+    `reason_of` gives for those ids, None for ids that are wanted.
 
-    A neighbour version is stored behind prefix, chunk and `joint` (what stands between two chunks), and that chunk
-    behind the prefix: so one tells of the other, and comes after it here. contexts: hashes of contexts that are gone
-    where nothing is there to tell. A similar version says itself which chunks it was computed behind.
+    joint: the ids of what stands between two chunks.
     """
-    befores: dict[Ids, list[tuple[Ids, Reason]]] = {}
-    for behind, ids, reason in pairs:
-        befores.setdefault(ids, []).append((behind, reason))
-    doomed, seen = dict(contexts or {}), []  # by hashes: the ids of a large store would not fit into memory
-    gone: list[tuple[str, Reason]] = []
     for header in headers:
-        context, ids = header.prefix_ids, header.token_ids
-        reason_here = reason_of(ids)
-        if header.context:
-            apart = [reason for reason in map(reason_of, _similar_in(header, joint)) if reason is not None]
-        else:
-            apart = [reason for behind, reason in befores.get(ids, ()) if context[-len(behind) :] == behind]
-        if reason_here is not None:
-            doomed[hash(context + ids + joint)] = reason_here
-            gone.append((header.key, reason_here))
-        elif apart:
-            yield header.key, apart[0]
-        else:
-            seen.append((header.key, hash(context)))
-    yield from ((key, doomed[context]) for key, context in seen if context in doomed)
-    yield from gone
+        reasons = map(reason_of, (header.token_ids, *_similar_in(header, joint)))
+        reason = next((each for each in reasons if each is not None), None)
+        if reason is not None:
+            yield header.key, reason
 
 
 def _similar_in(header: KVHeader, joint: Ids) -> Iterator[Ids]:

@@ -260,7 +260,7 @@ def collect_garbage(
 
 
 def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _InUse) -> tuple[list[str], int]:
-    """Delete what no chunk in use needs, in such an order that, killed in between, the rest is still known for it."""
+    """Delete what no chunk in use needs."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_orphans(disk.headers(), used))
     while pending:

@@ -24,8 +24,8 @@ class Chunk:
     """A reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character. `behind`, for
-    precomputing: the texts of other chunks that its KV is to have seen, and `context` what they are to it: None is the
-    version that its store keeps of every chunk. `in_text`: it was found in the text of a prompt rather than handed
+    precomputing: the texts of other chunks that its KV is to have seen where its `context` is "similar"; None and
+    "none" are the chunk alone. `in_text`: it was found in the text of a prompt rather than handed
     over, so what stands around it is there already and nothing is added.
     """
 

@@ -18,7 +18,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -40,9 +39,6 @@ from ragblend.prompt.tools import HERMES, CallFormat, written_out
 
 REMEMBERED_CHARACTERS = 4 << 20
 """Of texts whose ids a Segmenter keeps at hand: with ids, about 50 MB for English, some 2,500 chunks of 400 tokens."""
-
-FIXED_TOKENS = 512
-"""Of the neutral text that chunks in the context "fixed" are computed behind. Part of their keys, with the text."""
 
 _CHARACTER_TOKENS = 4  # most tokens that make one character together: the bytes of one in UTF-8
 _ENTRY_CHARACTERS = 64  # what an entry costs beside its text, so that many short texts stay within the bound too
@@ -148,12 +144,6 @@ class Segmenter:
         """What a chunk is precomputed behind, after the prefix: for each text that it names in `behind` its ids as a
         chunk, with those of what stands between two chunks."""
         return tuple(self.chunk_ids(text) + self.joint_ids for text in chunk.behind)
-
-    @cached_property
-    def fixed_ids(self) -> tuple[int, ...]:
-        """The first ids of a neutral text, of which nothing is about anything: a context that is the same for all."""
-        text = Path(__file__).with_name("neutral.txt").read_text(encoding="utf-8").strip()
-        return self.chunk_ids(text)[:FIXED_TOKENS]
 
     @property
     def joint_ids(self) -> tuple[int, ...]:

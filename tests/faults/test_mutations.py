@@ -155,7 +155,7 @@ def fill(work: Path) -> None:
 
 
 def bring_in(work: Path, engine: Engine) -> None:
-    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", context="neighbour")
+    ingest(work / "corpus", engine, work / "index", chunk_size=64, embedder="hashing", context="similar")
 
 
 def answered(work: Path, engine: Engine) -> tuple[Any, ...]:

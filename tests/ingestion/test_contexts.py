@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TEXTS = {
     "bell": "James Bell lives in Norburg and plays chess.",
     "moss": "Tara Moss has a job at Nexon, which sells drones.",
 }
+GOLDEN = Path(__file__).parents[1] / "golden"
 Make = Callable[..., TransformersEngine]
 
 
@@ -160,19 +162,9 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
     assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
-    with pytest.raises(UsageError, match="keeps its chunks in the context 'similar'"):
-        bring_in(docs, opened(context="neighbour"))
     with open_engine_index(docs.parent / "index", engine, create=False) as index:
         pin_document(str(docs / "fox.txt"), engine, index)
-        changes = [
-            ("none", 0, 4),
-            ("similar", 4, 0),
-            ("fixed", 4, 8),
-            ("neighbour", 4, 4),
-            ("none", 0, 0),
-            ("fixed", 4, 4),
-        ]
-        for policy, num_new, num_removed in changes:
+        for policy, num_new, num_removed in (("none", 0, 4), ("similar", 4, 0), ("none", 0, 4)):
             report = precompute_index(engine, index, policy)
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in versions(index.chunks(), policy)}
@@ -312,36 +304,31 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert DiskStore(tmp_path / "kv").context() == "similar"
 
 
-def test_fixed_versions_are_followed_removed_and_collected(docs, opened, tmp_path):
-    url = f"file://{tmp_path}/shared"
-    with opened(remote=url) as engine, open_engine_index(tmp_path / "index", engine, "hashing", 32) as index:
-        assert bring_in(docs, engine, context="fixed").num_new_kv == 4
-        assert precompute_documents(["Only a framework has this."], engine).num_new_kv == 1
-        assert all(map(engine.is_stored, TEXTS.values()))
-        assert not engine.is_stored(Chunk(TEXTS["fox"], context="none"))
-        for name in ("fox", "kern"):  # asked for in the first place
-            engine.precompute(Chunk(TEXTS[name], context="none"))
-        (docs / "kern.txt").unlink()
-        assert bring_in(docs, engine).num_removed_kv == 2
-        remove_documents([str(docs / "fox.txt")], engine, index)
-        engine.store.flush()
-        left = {engine.key(text) for text in (TEXTS["bell"], TEXTS["moss"], "Only a framework has this.")}
-        assert [set(tier.keys()) for tier in engine.store.tiers] == [left] * 3
-        assert verify_store(tmp_path / "kv", tmp_path / "index").orphans == 1
-    collect_garbage(tmp_path / "kv", tmp_path / "index")
-    assert len(list(DiskStore(tmp_path / "kv").keys())) == 2
-    with pytest.raises(UsageError, match="512 of them the fixed context"):
-        bring_in(docs, opened(), chunk_size=engine.context_length - 100)
+@pytest.mark.parametrize("left", ["neighbour", "fixed"])
+def test_a_context_that_left_is_as_if_the_store_remembered_none(left, docs, opened, tmp_path, caplog):
+    """The note is one that commit 19c4dfd wrote."""
+    (tmp_path / "kv").mkdir()
+    note = tmp_path / "kv" / CONTEXT_FILE
+    shutil.copy(GOLDEN / "left" / f"context-{left}.json", note)
+    with opened() as engine:
+        assert (engine.context, remembered_context(engine.store)) == ("none", None)
+        assert bring_in(docs, engine).num_new_kv == 4
+        assert remembered_context(DiskStore(tmp_path / "kv")) is None
+        assert verify_store(tmp_path / "kv", tmp_path / "index").damaged_files == {}
+        assert json.loads(note.read_text())["context"] == left  # nobody has said another
+        assert bring_in(docs, engine, context="similar").num_new_kv == 4
+    assert DiskStore(tmp_path / "kv").context() == "similar"
+    assert caplog.text.count(f"remembers the context {left!r}") == 1
+    assert "ragblend precompute --context none|similar" in caplog.text
 
 
 def test_a_replica_with_an_empty_disk_finds_versions_by_its_configuration(docs, opened, tmp_path):
     url = f"file://{tmp_path}/shared"
-    for policy in ("similar", "fixed"):
-        with opened(policy, remote=f"{url}/{policy}") as engine:
-            bring_in(docs, engine, context=policy)
-        prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("bell", "kern", "moss")], "Who plays the flute?")
-        with opened(f"{policy} replica", remote=f"{url}/{policy}", context=policy, on_miss="inline") as engine:
-            assert remembered_context(engine.store) is None
-            found = engine.generate(prompt, max_tokens=1).report.chunks
-            assert [chunk.context for chunk in found[1:]] == [policy, policy]
-            assert [chunk.hit for chunk in found] == [True] * 3
+    with opened(remote=url) as engine:
+        bring_in(docs, engine, context="similar")
+    prompt = SegmentedPrompt([Chunk(TEXTS[name]) for name in ("bell", "kern", "moss")], "Who plays the flute?")
+    with opened("replica", remote=url, context="similar", on_miss="inline") as engine:
+        assert remembered_context(engine.store) is None
+        found = engine.generate(prompt, max_tokens=1).report.chunks
+        assert [chunk.context for chunk in found[1:]] == ["similar", "similar"]
+        assert [chunk.hit for chunk in found] == [True] * 3

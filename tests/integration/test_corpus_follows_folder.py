@@ -35,7 +35,7 @@ FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 SEEDS = range(5) if FULL else range(1)
 NUM_FILES, NUM_STEPS = 300, 200
 CHUNK_TOKENS = 24
-OPTIONS: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "embedder": "hashing", "context": "neighbour"}
+OPTIONS: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "embedder": "hashing"}
 QUESTIONS = ("Where does Bob Fox live?", "What does Nexon sell?", "Who plays the flute?", "Zebra?")
 
 SUBJECTS = ("Alice Kern", "Bob Fox", "Tara Kern", "James Bell", "The company", "She", "Nexon")
@@ -223,7 +223,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         pins = disk_tier(engine.store).pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
-            assert set(keys) == {engine.key(chunk) for chunk in versions(followed["chunks"][source], "neighbour")}
+            assert set(keys) == {engine.key(chunk) for chunk in versions(followed["chunks"][source], "none")}
         again = ingest("docs", engine, index, **OPTIONS)
         assert (again.num_new_kv, again.num_updated, again.removed, again.num_removed_kv) == (0, 0, [], 0)
         assert again.num_unchanged == again.num_documents == len(followed["chunks"])

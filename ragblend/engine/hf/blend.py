@@ -22,7 +22,7 @@ from ragblend.engine.base import EngineBase
 from ragblend.engine.fusion.fidelity import note_fused
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
-from ragblend.engine.fusion.lookup import Behind, Context, contexts, neighbours
+from ragblend.engine.fusion.lookup import Behind, Context, contexts
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
 from ragblend.engine.generation import Prefilled, Request
@@ -183,13 +183,8 @@ class BlendingEngine(EngineBase):
     def _contexts(self, prompt: TokenizedPrompt) -> Iterator[tuple[Segment, list[Context]]]:
         """The chunks of `prompt`, and what to look for each behind, the best first."""
         token_ids, num_prefix = prompt.token_ids, len(prompt.prefix_ids)
-        fixed = self.segmenter.fixed_ids if self.context == "fixed" else ()
-        spans = ((segment.start, segment.end) for segment in prompt.chunk_segments)
-        starts = neighbours(spans) if self.context == "neighbour" else {}
         for segment in prompt.chunk_segments:
-            before = starts.get(segment.start)
-            places = (segment.start, before, num_prefix, self.default_prefix_ids)
-            yield segment, contexts(token_ids, *places, self.context, fixed)
+            yield segment, contexts(token_ids, segment.start, num_prefix, self.default_prefix_ids, self.context)
 
     # -- decide
 
@@ -302,16 +297,11 @@ class BlendingEngine(EngineBase):
         return report
 
     def _misses(self, request: Request, found: Found) -> tuple[Segment, ...]:
-        """The chunks to be stored for the next time: those that are not, and one that would be exact alone."""
+        """The chunks to be stored for the next time: those that are not."""
         if request.mode == "prefix":
             return ()
-        prompt, misses = request.prompt, []
-        for segment in prompt.chunk_segments:
-            _, context = found.chunks.get(segment.start, (None, None))
-            is_hit = context is not None and (context.exact or not self._lacks_alone(prompt, segment))
-            if segment.start >= found.num_resident and not is_hit:
-                misses.append(segment)
-        return tuple(misses)
+        segments = request.prompt.chunk_segments
+        return tuple(each for each in segments if each.start >= found.num_resident and each.start not in found.chunks)
 
     # -- KV of prefixes
 
@@ -337,8 +327,6 @@ class BlendingEngine(EngineBase):
         prefix = self._prefix(self.default_prefix_ids)
         if not behind.parts:
             return prefix
-        if behind.policy == "fixed":
-            return self._prefix(self.default_prefix_ids + behind.token_ids)
         ids, damaged = self._ids(self.default_prefix_ids + behind.token_ids), set[str]()
         while True:
             placed = tuple(self._placed_behind(behind, prefix.length, damaged))
@@ -360,7 +348,7 @@ class BlendingEngine(EngineBase):
             ids = part[: len(part) - num_joint]
             key = self.key_of(ids)
             kv = self.store.get(key, ids) if key not in damaged else None
-            if kv is not None and (kv.header.is_lossless or behind.policy == "similar"):
+            if kv is not None:
                 yield Placement(kv, start, exact=start == first)
             start += len(part)
 

@@ -38,7 +38,7 @@ from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tie
 from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
-from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt, TokenizedPrompt
+from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
 
 log = logging.getLogger(__name__)
@@ -244,9 +244,9 @@ class TransformersEngine(BlendingEngine):
                 step.fused.length += len(step.tokens)
             return logits.unbind()
 
-    def backfill(self, prompt: TokenizedPrompt, misses: Sequence[Segment]) -> None:
+    def backfill(self, misses: Sequence[Segment]) -> None:
         """Precompute `misses` of a prompt for the next time, in the background, unless `on_miss` is "inline"."""
-        self._store_later(prompt, misses)
+        self._store_later(misses)
 
     def close(self) -> None:
         """Finish background work, the store's within its time limit, and release the threads."""

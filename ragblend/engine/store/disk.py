@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
 CONTEXT_FILE = "context.json"
+CONTEXTS_THAT_LEFT = ("fixed", "neighbour")  # stores of earlier versions remember them
 NOTES = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 """Folders whose JSON files are signed where the store has a key. A pin only keeps room, and is not."""
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
@@ -441,18 +443,22 @@ class DiskStore:
         self._put_note(self.root / CONTEXT_FILE, {"context": policy})
 
     def context(self) -> ContextPolicy | None:
-        """What `put_context` remembered; None where nothing was. Raises CorruptError."""
+        """What `put_context` remembered; None where nothing was, or a context that left. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
-            return _policy_in(path)
+            policy = _policy_in(path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CorruptError(
                 f"{path} is damaged ({error}), so what its chunks were computed behind is not known. Say it again: "
-                f"ragblend precompute --context none|fixed|similar|neighbour --store {self.root}; or drop the file and "
+                f"ragblend precompute --context none|similar --store {self.root}; or drop the file and "
                 f"go on without: ragblend verify --repair --store {self.root}"
             ) from error
+        if policy in CONTEXTS_THAT_LEFT:
+            _tell_of_left_context(self.root, policy)
+            return None
+        return cast(ContextPolicy, policy)
 
     def verify_notes(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
@@ -590,12 +596,24 @@ def _note_kind(path: Path) -> str:
     return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
 
 
-def _policy_in(path: Path) -> ContextPolicy:
-    """The policy in a file. Raises FileNotFoundError, OSError, and ValueError for what nobody wrote there."""
+def _policy_in(path: Path) -> str:
+    """The policy in a file, one that left included. Raises FileNotFoundError, OSError, and ValueError for what nobody
+    wrote there."""
     policy = unseal(read_file(path), _note_kind(path)).get("context")
-    if not CONTEXT.accepts(policy):
+    if not CONTEXT.accepts(policy) and policy not in CONTEXTS_THAT_LEFT:
         raise ValueError(f"its context is {policy!r}")
-    return cast(ContextPolicy, policy)
+    return str(policy)
+
+
+@cache
+def _tell_of_left_context(root: Path, policy: str) -> None:
+    """Once per store and process: requests look at the note again and again."""
+    log.warning(
+        "the store %s remembers the context %r, which ragblend no longer has: it is ignored, and entries stored in it "
+        "are not used. Store the chunks again: ragblend precompute --context none|similar --store %s; entries that are "
+        "not used leave when room is needed, or with the folder",
+        root, policy, root,
+    )  # fmt: skip
 
 
 def _place(path: Path) -> str:

@@ -239,11 +239,11 @@ class VllmBase(EngineBase):
         return len(token_ids) * self.bytes_per_token
 
     def _ingestion(self, token_ids: tuple[int, ...], behind: Behind) -> TokenizedPrompt:
-        """What vLLM is sent to compute a version of a chunk. Chunks of which the key tells nothing are chunks of it."""
+        """What vLLM is sent to compute a version of a chunk: the chunks that it is to be behind are chunks, too."""
         behind.check()
-        num_joint = len(self.segmenter.joint_ids) if behind.lengths else 0
-        pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids + behind.key_ids)]
-        for part in behind.parts if behind.lengths else ():
+        num_joint = len(self.segmenter.joint_ids)
+        pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids)]
+        for part in behind.parts:
             split = len(part) - num_joint
             pieces += [("chunk", part[:split]), ("text", part[split:])]
         # One token more, because vLLM samples from the last one; which, does not matter.
@@ -291,19 +291,11 @@ class VllmBase(EngineBase):
         )
 
     def backfill(self, request: VllmRequest, report: BlendReport) -> None:
-        """Precompute the chunks that `report` names as misses, and one that would be exact alone, in the background,
-        unless `on_miss` is "inline"."""
+        """Precompute the chunks that `report` names as misses, in the background, unless `on_miss` is "inline"."""
         if request.params.mode not in ("blend", "reuse"):
             return
         chunks = zip(_chunks(request), report.chunks, strict=True)
-        self._store_later(
-            request.prompt,
-            [
-                segment
-                for segment, chunk in chunks
-                if not chunk.hit or (chunk.context == "fixed" and self._lacks_alone(request.prompt, segment))
-            ],
-        )
+        self._store_later(segment for segment, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out

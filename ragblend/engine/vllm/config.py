@@ -41,7 +41,6 @@ class ConnectorConfig(TierOptions):
     namespace: str = ""  # for requests marked by separators
     prefix_ids: tuple[int, ...] = ()  # what chunks are ingested behind, unless a prompt's own prefix has been used
     context: ContextPolicy | None = same_as(Settings, "context")  # None: what the store remembers
-    context_ids: tuple[int, ...] = ()  # the fixed text that chunks are computed behind in the context "fixed"
     separator_ids: tuple[int, ...] = ()  # marks chunks in the prompts of clients that send only text
     separator_end_ids: tuple[int, ...] = ()  # see params.spans_between
     slice_tokens: int = option(

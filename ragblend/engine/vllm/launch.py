@@ -179,7 +179,6 @@ def transfer_config(
     tokenizer, path = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
     extra["prefix_ids"] = list(segmenter.default_prefix_ids(system))
-    extra["context_ids"] = list(segmenter.fixed_ids)
     if keys is not None:
         extra["keys"] = str(keys.expanduser().resolve())
     if context is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name, neighbours
+from ragblend.engine.fusion.lookup import Context, contexts, default_context, key_name
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -78,10 +78,9 @@ class ChunkLookup:
         self, ids: Sequence[int], params: BlendParams
     ) -> Iterator[tuple[int, int, list[tuple[str, Context]]]]:
         """For each chunk where it is, and the keys that it may be stored under, the best one first."""
-        num_prefix, starts = params.spans[0][0], neighbours(params.spans)
-        policy = (self.context(), self._config.context_ids)
+        num_prefix, policy = params.spans[0][0], self.context()
         for start, end in params.spans:
-            found = contexts(ids, start, starts.get(start), num_prefix, self._config.prefix_ids, *policy)
+            found = contexts(ids, start, num_prefix, self._config.prefix_ids, policy)
             keys = [self._key(ids, (start, end), params, each.token_ids, each.name) for each in found]
             yield start, end, list(zip(keys, found, strict=True))
 

@@ -100,12 +100,6 @@ class BlendScheduler:
         self.loading = Loading(machine)
         self._read_ahead = ReadAhead(config.memory_bytes)
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers)
-        if self._lookup.context() == "fixed" and not config.context_ids:
-            log.warning(
-                "chunks in %s are computed behind a fixed text, and context_ids do not say which, so none is found; "
-                "start the server with: ragblend serve",
-                config.store,
-            )
         self._drops_memory = False
         self._reuses = True
         self._note_model(str(model.model), shape)

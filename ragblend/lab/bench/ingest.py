@@ -100,7 +100,7 @@ def side_by_side(
     policies = tuple(dict.fromkeys(("none", *config.contexts)))
     prefill_only(engine, warm_up[:1])
     for policy in policies:
-        precompute_chunks(_versions(warm_up, policy), engine)  # the fixed text is computed here, once
+        precompute_chunks(_versions(warm_up, policy), engine)
     rounds = []
     for number in range(1, config.repeats + 1):
         tell(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
@@ -117,9 +117,9 @@ def side_by_side(
 def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
     """What a store of this policy keeps of the chunks. Those before a chunk, around the corner, pass for similar ones:
     an index would find them by vectors that it has."""
-    if policy == "none" or policy == "fixed":
+    if policy == "none":
         return [replace(chunk, context=policy) for chunk in chunks]
-    num_behind = min(NUM_SIMILAR if policy == "similar" else 1, len(chunks) - 1)
+    num_behind = min(NUM_SIMILAR, len(chunks) - 1)
     behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
     second = [replace(chunk, context=policy, behind=texts) for chunk, texts in zip(chunks, behind, strict=True)]
     return [*_versions(chunks, "none"), *second]

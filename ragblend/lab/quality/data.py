@@ -141,13 +141,10 @@ def _is_of(question: str, part: str) -> bool:
 
 
 def stored_chunks(prompt: SegmentedPrompt, context: str, near: Nearest | None) -> list[Part]:
-    """What a store in `context` holds of the prompt's chunks. The first is there alone as well, exact where it stands:
-    with `fixed` that is so from the second prompt on which it opens."""
+    """What a store in `context` holds of the prompt's chunks."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]
-    if context == "fixed":
-        return [*(Chunk(text, context="fixed") for text in texts), Chunk(texts[0], context="none")]
     assert near is not None
     similar = [Chunk(text, context="similar", behind=near.behind(text)) for text in texts]
     alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.behind)])

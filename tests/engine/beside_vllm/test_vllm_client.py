@@ -316,7 +316,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
         num_recomputed_tokens=3,
         charged_budget=0.25,
         load_s=0.5,
-        chunks=[ChunkReport("", 3, True, "exact", True, 2, "neighbour"), MISS],
+        chunks=[ChunkReport("", 3, True, "exact", True, 2, "similar"), MISS],
     )
     report = client.generate(PROMPT).report
     assert (report.rule, report.num_chunks, report.num_chunk_hits, report.num_reused_tokens) == (
@@ -325,7 +325,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     assert (report.num_recomputed_tokens, report.charged_budget, report.load_s) == (3, 0.25, 0.5)
     assert [(chunk.hit, chunk.prefix_match) for chunk in report.chunks] == [(True, "exact"), (False, None)]
     hit = report.chunks[0]
-    assert (hit.exact, hit.num_recomputed_tokens, hit.context) == (True, 2, "neighbour")
+    assert (hit.exact, hit.num_recomputed_tokens, hit.context) == (True, 2, "similar")
     assert [chunk.num_tokens for chunk in report.chunks] == [
         segment.num_tokens for segment in segmenter.tokenize(PROMPT).chunk_segments
     ]

@@ -672,7 +672,7 @@ def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engi
         with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
             call(HALF)
     with pytest.raises(UsageError, match="a chunk holds"):
-        engine.precompute(Chunk("the other chunk", context="neighbour", behind=(HALF,)))
+        engine.precompute(Chunk("the other chunk", context="similar", behind=(HALF,)))
     with pytest.raises(UsageError, match="a chunk holds"):
         list(engine.precompute_all([CHUNKS[0], HALF]))
     with pytest.raises(UsageError, match="a stop string holds"):

@@ -370,24 +370,24 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
         rules=("cacheblend",),
         ratios=(0.15,),
         embedder="hashing",
-        contexts=("none", "fixed", "similar"),
+        contexts=("none", "similar"),
     )
     result = run_quality(config)
     runs = {label_of(run): run for run in result.runs if run["kind"] == "all"}
     assert list(runs) == [
         "full",
-        *(f"{what}{behind}" for behind in ("", ", fixed", ", similar") for what in ("reuse", "cacheblend 15.0%")),
+        *(f"{what}{behind}" for behind in ("", ", similar") for what in ("reuse", "cacheblend 15.0%")),
     ]
     assert runs["full"]["first_token_kl"] == 0.0
-    assert len({run["first_token_kl"] for label, run in runs.items() if label.startswith("reuse")}) == 3
+    assert len({run["first_token_kl"] for label, run in runs.items() if label.startswith("reuse")}) == 2
     assert runs["cacheblend 15.0%"]["first_token_kl_over_base"] == [0.0, 0.0, 0.0]  # the paper's, chunks and all
-    less = runs["reuse, fixed"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
-    assert runs["reuse, fixed"]["answer_kl_over_base"][0] == pytest.approx(less)
-    alone = run_quality(replace(config, contexts=("fixed",)))
+    less = runs["reuse, similar"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
+    assert runs["reuse, similar"]["answer_kl_over_base"][0] == pytest.approx(less)
+    alone = run_quality(replace(config, contexts=("similar",)))
     again = {label_of(run): run for run in alone.runs if run["kind"] == "all"}
-    assert list(again) == ["full", "reuse, fixed", "cacheblend 15.0%, fixed"]
-    assert again["reuse, fixed"]["first_token_kl"] == runs["reuse, fixed"]["first_token_kl"]
-    with pytest.raises(UsageError, match="choose none, fixed or similar"):
-        QualityConfig(contexts=("neighbour",))
+    assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
+    assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]
+    with pytest.raises(UsageError, match="choose one of none, similar"):
+        QualityConfig(contexts=("both",))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no context"):
         QualityConfig(contexts=())

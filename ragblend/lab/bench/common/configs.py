@@ -244,9 +244,9 @@ class IngestConfig(BenchConfig):
     num_chunks: Annotated[int, Option("--chunks", min=1)] = 8
     chunk_tokens: ChunkTokens = 512
     repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of both, alternating.")] = 3
-    contexts: Annotated[
-        tuple[ContextPolicy, ...], Option("--contexts", help="Comma-separated: none, fixed, similar, neighbour.")
-    ] = ("none",)
+    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Comma-separated: none, similar.")] = (
+        "none",
+    )
     num_known: Annotated[int, Option("--known", min=0, help="Known chunks of the second part; 0 for none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
@@ -280,7 +280,7 @@ class QualityConfig(BenchConfig):
     )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
-        Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, fixed, similar."),
+        Option("--contexts", "--context", help="That chunks are stored in, comma-separated: none, similar."),
     ] = ("none",)
     embedder: Annotated[
         str | None, Option("--embedder", help="That finds a question's chunks: minilm, hashing, an id or a path.")
@@ -289,14 +289,13 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def check(self) -> None:
-        """Parts that there are, shares that are some, contexts that chunks can have without their document."""
+        """Parts that there are, shares that are some, contexts that chunks can have."""
         from ragblend.engine.fusion.rules import check_ratio
 
         if not self.contexts:
-            raise UsageError("no context given; choose from none, fixed, similar")
+            raise UsageError("no context given; choose from none, similar")
         for context in self.contexts:
-            if context not in ("none", "fixed", "similar"):
-                raise UsageError(f"context is {context!r}; choose none, fixed or similar")
+            CONTEXT.of("context", context)
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios:
