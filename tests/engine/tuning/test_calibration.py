@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from ragblend.engine.tuning.calibration import (
     keep_calibration,
     load_calibration,
     parse_calibration,
+    problem_of,
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -202,6 +204,26 @@ def test_between_two_measured_ratios_the_prediction_lies_on_a_straight_line() ->
     assert BEST.agreement_at(0.1) == pytest.approx(0.96)
     dented = replace(BEST, curve=curve((0, 0.5), (0.1, 0.98), (0.5, 0.9), (1, 1.0)))
     assert [dented.agreement_at(ratio) for ratio in (0.1, 0.3, 0.5)] == pytest.approx([0.9, 0.9, 0.9])
+
+
+def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is one that commit 19c4dfd wrote: of `repair`, and of `cacheblend`."""
+    (tmp_path / CALIBRATIONS_DIR).mkdir()
+    left = Path(__file__).parents[2] / "golden" / "left" / CALIBRATION.filename
+    shutil.copy(left, tmp_path / CALIBRATIONS_DIR)
+    calibrations = Calibrations(tmp_path, "f00d", 5)
+    for _ in range(3):
+        assert load_calibration(tmp_path, "f00d", (1, 2, 3)) is None
+        assert calibrations.choose((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
+        assert calibrations.choose((1, 2, 3), FALLBACK, None).fit is None
+    (line,) = caplog.messages
+    assert left.name in line
+    assert "ragblend no longer has its rule 'repair'; make it again: ragblend calibrate" in line
+    assert list(DiskStore(tmp_path).verify_notes(problem_of)) == []
+    save(tmp_path)  # made again, it has the same name
+    assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
 
 
 # -- choosing
