@@ -13,7 +13,7 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.quality.cases import Case
 from ragblend.lab.quality.measures import FULL, Answer, answer, loss, read
 from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt

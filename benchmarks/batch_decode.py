@@ -23,10 +23,10 @@ import typer
 from ragblend.cli.options import split_counts, split_names
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.model import load_model
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
 from ragblend.lab.bench.common.output import Column, on_terminal, table
 from ragblend.lab.bench.common.shapes import SHAPES

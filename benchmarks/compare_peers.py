@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from ragblend.corpus.embedders import load_embedder
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.cases import SYSTEM

@@ -22,7 +22,7 @@ from benchmarks.baselines import BASELINES, Baseline, ask_baseline
 from ragblend.cli.lab.bench import PlotOption, config_from, options_of
 from ragblend.cli.printing import out as stdout
 from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Echo, Tell, bench

@@ -29,8 +29,8 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
 from ragblend.engine.generation import GenerationStream, Guide, Prefilled, Request
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import Generation
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.hardware import card_lines, hardware_card
 
 SCHEMA: dict[str, Any] = {

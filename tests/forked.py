@@ -30,7 +30,7 @@ from ragblend.operations import maintenance
 from ragblend import precompute, llm, chains, vectorstores
 from ragblend.ingestion import forget as forgetting
 from ragblend.llamaindex import query as llamaindex
-from ragblend.engine.hf import engine
+from ragblend.engine.transformers import engine
 from ragblend.engine.store.remote import tier as remote, object_values as remote_objects, redis_values as remote_redis
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.demo import show

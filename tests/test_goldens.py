@@ -17,9 +17,9 @@ import pytest
 
 from ragblend import load_engine, open_index
 from ragblend.demo.corpus import sample_corpus
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import key_of
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 GOLDEN = Path(__file__).parent / "golden"

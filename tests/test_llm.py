@@ -39,10 +39,10 @@ from pydantic import ValidationError
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.corpus.texts import ChunkRegistry
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine

@@ -21,7 +21,7 @@ from torch import Tensor
 from ragblend import BlendLLM, ChatBlend, load_engine
 from ragblend.engine.batching import _Member
 from ragblend.engine.generation import Step
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM

@@ -97,7 +97,7 @@ def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path
         calls.append(chunks)
         return original(chunks, behind)
 
-    monkeypatch.setattr("ragblend.engine.hf.engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
+    monkeypatch.setattr("ragblend.engine.transformers.engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
     monkeypatch.setattr(engine, "_prefill_chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, engine, tmp_path)
@@ -296,7 +296,7 @@ def test_rewriting_eight_bits_prefills_them_again(chunks, tmp_path, wanted):
 
 def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
     # A pass per chunk: on some processors the last bit of a product depends on how many rows there are.
-    monkeypatch.setattr("ragblend.engine.hf.engine.CPU_PASS_TOKENS", 1)
+    monkeypatch.setattr("ragblend.engine.transformers.engine.CPU_PASS_TOKENS", 1)
     for place, kv_dtype in (("reference", "int8"), ("kv", "auto")):
         with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
             # Each in a pass of its own, as the victim will be: some CPUs round differently where passes are shared.

@@ -18,9 +18,9 @@ from threading import Lock
 from typing import Any
 
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, sample_corpus
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation, Mode
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.prompt.prompt import SegmentedPrompt
 

@@ -76,7 +76,7 @@ def chat(
 
     What a follow-up refers to is in the turns before it, so the model is asked first what to search for.
     """
-    from ragblend.engine.hf.model import DEMO
+    from ragblend.engine.transformers.model import DEMO
     from ragblend.frameworks.conversation import ChatSession
 
     with open_engine(settings) as engine, open_index_of(settings, engine) as opened:

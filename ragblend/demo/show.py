@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.demo.corpus import REFERENCE_KINDS, Corpus, Question, sample_corpus
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import format_bytes
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.precompute import IngestReport, Progress, ingest, open_engine_index, remove_documents
 from ragblend.prompt.prompt import SegmentedPrompt

@@ -13,8 +13,8 @@ from ragblend.redaction import has_secret, redacted
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
-    from ragblend.engine.hf.engine import TransformersEngine
     from ragblend.engine.store.base import KVStore
+    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.vllm.client import VllmClient
     from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.store.open import open_store
@@ -114,7 +114,7 @@ def load_engine(
     if isinstance(model, str | Path):
         model = str(model)
     else:
-        from ragblend.engine.hf.pair import checked_pair, pair_name
+        from ragblend.engine.transformers.pair import checked_pair, pair_name
 
         pair = checked_pair(model)
         model = pair_name(pair)
@@ -150,11 +150,11 @@ def load_engine(
             f"backend is {redacted(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
     from ragblend.engine.batching import MAX_NUM_SEQS
-    from ragblend.engine.hf.engine import TransformersEngine
-    from ragblend.engine.hf.layers import TransformersLayers
-    from ragblend.engine.hf.model import load_model
-    from ragblend.engine.hf.pair import take_pair
     from ragblend.engine.store.kv import ModelShape, dtype_name
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.engine.transformers.layers import TransformersLayers
+    from ragblend.engine.transformers.model import load_model
+    from ragblend.engine.transformers.pair import take_pair
     from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
     from ragblend.prompt.formats import prompt_format
     from ragblend.prompt.segmenter import Segmenter
@@ -237,7 +237,7 @@ def _load_client(
     asked: ModelOptions,
 ) -> VllmClient:
     """An engine over the server at `url`, with `model`'s tokenizer from this machine."""
-    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
     from ragblend.prompt.formats import prompt_format
     from ragblend.prompt.segmenter import Segmenter
@@ -274,7 +274,7 @@ def _load_vllm(
     """An engine with vLLM in this process."""
     from tempfile import TemporaryDirectory
 
-    from ragblend.engine.hf.model import find_model, load_tokenizer, model_name
+    from ragblend.engine.transformers.model import find_model, load_tokenizer, model_name
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
     from ragblend.prompt.formats import prompt_format

@@ -224,7 +224,7 @@ class BlendModel(BaseModel):
     def _name_model(self) -> None:
         """Have `model`, `dtype` and `device` be texts, whatever they were given as."""
         if not isinstance(self.model, str | Path):
-            from ragblend.engine.hf.pair import checked_pair, pair_name
+            from ragblend.engine.transformers.pair import checked_pair, pair_name
 
             self.loaded = checked_pair(self.model)
             self.model = pair_name(self.loaded)

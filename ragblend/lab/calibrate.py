@@ -27,8 +27,8 @@ from ragblend.engine.api import Engine
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, FALLBACK, check_ratio, find_rule
 from ragblend.engine.generation import Request
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex

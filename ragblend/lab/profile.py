@@ -22,7 +22,6 @@ import torch
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import Request
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Mode
 from ragblend.engine.store.base import KVStore
@@ -31,6 +30,7 @@ from ragblend.engine.store.kv import MemoryKV, in_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,

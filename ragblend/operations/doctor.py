@@ -146,7 +146,7 @@ def _device() -> Check:
 
 
 def _model(settings: Settings) -> Check:
-    from ragblend.engine.hf.model import find_model, inspect_model
+    from ragblend.engine.transformers.model import find_model, inspect_model
 
     try:
         path = find_model(settings.model)

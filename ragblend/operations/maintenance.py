@@ -366,7 +366,7 @@ class _InUse(NamedTuple):
 
 def _ids_in_use(index: ChunkIndex) -> _InUse | None:
     """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
-    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.prompt.formats import prompt_format
 
     made = index.manifest  # before its texts are read: what comes meanwhile comes after it

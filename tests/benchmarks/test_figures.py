@@ -25,9 +25,9 @@ from benchmarks.baselines import (
 )
 from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run_figure
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import BlendReport
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import plot_panel

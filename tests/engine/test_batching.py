@@ -16,10 +16,10 @@ from torch import Tensor
 from ragblend.engine import batching, generation
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.generation import GenerationStream, Step
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, RagblendError, UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.precompute import precompute_documents
 
 TEXTS = [f"The lighthouse number {number} was built long ago." for number in range(12)]

@@ -13,9 +13,9 @@ import torch
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.generation import Conversation
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
 from ragblend.engine.shadow import MAX_WAITING, Shadow
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ragblend import Chunk, SegmentedPrompt, load_engine
 from ragblend.engine.fusion.lookup import remembered_context
 from ragblend.engine.fusion.rules import DEEP
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import CONTEXT_FILE, DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import versions

@@ -19,10 +19,10 @@ from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.texts import registry_of
 from ragblend.engine.fusion.rules import DEEP
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import nearby
 from ragblend.ingestion.forget import forget_chunks, forget_texts
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc

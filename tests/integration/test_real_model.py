@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.cases import SYSTEM
 from ragblend.lab.quality.data import load_cases, prompt_of, stored_chunks

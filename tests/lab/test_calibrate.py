@@ -25,8 +25,8 @@ from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
 from ragblend.engine.fusion.fidelity import first_token_kl
 from ragblend.engine.fusion.rules import DEFAULT as AUTO
 from ragblend.engine.fusion.rules import FALLBACK
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     Calibration,
     CurvePoint,

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import Mode
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.explain import Explanation, explain
 from ragblend.lab.explain_page import (
     OPEN_TOKENS,

@@ -12,7 +12,7 @@ import pytest
 
 from ragblend.cli import app as cli
 from ragblend.config import Settings
-from ragblend.engine.hf.model import load_tokenizer
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids

@@ -15,13 +15,13 @@ from commands import run_command
 from forgery import remove
 
 from ragblend.corpus.embedders import SentenceTransformerEmbedder
-from ragblend.engine.hf import model as transformers_model
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import in_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
+from ragblend.engine.transformers import model as transformers_model
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 
 CHUNKS = ("Nora Adler works for Paxara.", "The company is based in Oston.")

@@ -89,7 +89,7 @@ def _tokens_of(named: str | None, settings: Settings, show_texts: bool) -> Token
 
     if named is None:
         return Estimate(keep_texts=show_texts)
-    from ragblend.engine.hf.model import load_tokenizer
+    from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.options import ModelOptions
 
     tokenizer, _ = load_tokenizer(named, ModelOptions(trust_remote_code=settings.trust_remote_code))

@@ -33,7 +33,7 @@ def explain(
         raise UsageError(
             f"explain compares the KV itself, which {redacted(settings.backend)} keeps; use --backend transformers"
         )
-    from ragblend.engine.hf.engine import TransformersEngine
+    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
     from ragblend.prompt.prompt import SegmentedPrompt

@@ -17,7 +17,7 @@ from ragblend.errors import UsageError
 from ragblend.redaction import redacted
 
 if TYPE_CHECKING:
-    from ragblend.engine.hf.engine import TransformersEngine
+    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.tuning.pipeline import MachineProfile
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.lab.plan import Option, Plan
@@ -118,7 +118,7 @@ def _open_to_measure(
     settings: Settings, effort: Effort, vllm_options: dict[str, Any]
 ) -> AbstractContextManager[TransformersEngine | VllmEngine]:
     """The engine whose times are wanted."""
-    from ragblend.engine.hf.engine import TransformersEngine
+    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.profile import vllm_to_measure
 
     if settings.backend == "vllm":

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.hf.adapters import is_adapter
-from ragblend.engine.hf.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.engine.transformers.adapters import is_adapter
+from ragblend.engine.transformers.model import DEMO, choose_dtype, find_model, load_tokenizer, model_fingerprint
 from ragblend.engine.vllm.support import BEFORE, OLDEST, check_version, refusals, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, ModelOptions, RatioChoice

@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ragblend.engine.fusion.rope import FIXED_FREQUENCY
-from ragblend.engine.hf.families import WINDOWED, rope_parameters
-from ragblend.engine.hf.model import find_model
-from ragblend.engine.hf.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.store.kv import ModelShape, dtype_name
+from ragblend.engine.transformers.families import WINDOWED, rope_parameters
+from ragblend.engine.transformers.model import find_model
+from ragblend.engine.transformers.model import model_fingerprint as checkpoint_fingerprint
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 
 OLDEST, BEFORE = (0, 28), (0, 33)

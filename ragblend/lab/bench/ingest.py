@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.open import open_store
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig

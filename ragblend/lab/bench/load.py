@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, in_memory, restored
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.engine.tuning.pipeline import MachineProfile, choose_ratio
 from ragblend.errors import RagblendError

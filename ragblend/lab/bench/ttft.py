@@ -16,12 +16,12 @@ from time import process_time
 from typing import Any, NamedTuple
 
 from ragblend.engine.api import Engine
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.model import load_model
 from ragblend.engine.report import BlendReport, Mode
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.configs import Case, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import BenchResult, Column, bench, medians, table

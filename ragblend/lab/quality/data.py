@@ -25,7 +25,7 @@ from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import Embedder
 from ragblend.demo.corpus import sample_corpus
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig

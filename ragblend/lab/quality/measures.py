@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import Prefilled, Request
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import TokenizedPrompt
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from ragblend.corpus.embedders import default_embedder, load_embedder
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import Request
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card

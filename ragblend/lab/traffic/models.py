@@ -34,7 +34,7 @@ def kv_bytes_of(model: str, settings: Settings) -> int:
     """The same of a model by its name or folder."""
     from transformers import AutoConfig
 
-    from ragblend.engine.hf.model import find_model
+    from ragblend.engine.transformers.model import find_model
 
     path = find_model(model, weights=False)
     if path.is_file():

@@ -16,9 +16,9 @@ from ragblend.config import Settings
 from ragblend.corpus.folders import shown
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.model import DEMO
 from ragblend.engine.report import MODES, Generation, Mode
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import DEMO
 from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.lab.explain import Comparison

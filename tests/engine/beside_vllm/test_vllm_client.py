@@ -22,9 +22,9 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.cli import app as cli
 from ragblend.config import Settings
 from ragblend.engine.api import Engine
-from ragblend.engine.hf.model import load_tokenizer
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.client import Connection, VllmClient, events
 from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, told
 from ragblend.errors import (

@@ -23,8 +23,8 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, Check, schedule
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.transformers.layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)

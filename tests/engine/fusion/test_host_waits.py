@@ -15,8 +15,8 @@ from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.fusion.rules import RULES, schedule
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.transformers.layers import TransformersLayers
 
 CHUNKS, QUESTION = (90, 70, 80), 9
 TOTAL = sum(CHUNKS) + QUESTION

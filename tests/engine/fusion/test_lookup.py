@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ragblend import Chunk, SegmentedPrompt, load_engine, open_store
 from ragblend.engine.fusion.lookup import contexts, remembered_context
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import CONTEXT_FILE
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
 
 ids = st.lists(st.integers(0, 9), max_size=6)

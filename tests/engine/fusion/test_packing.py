@@ -18,8 +18,8 @@ from ragblend.engine.fusion.packing import Item, TokenIds, passes, prefill_all
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import prefill_chunk, prefill_chunks
 from ragblend.engine.fusion.protocols import FusedLayers, LayerwiseModel
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError
 
 pytestmark = pytest.mark.timeout(60)

@@ -30,8 +30,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.fusion.rules import RULES, find_rule, first_check, probe_pays, settle
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.kv import LayerKV, MemoryKV
+from ragblend.engine.transformers.layers import TransformersLayers
 
 ALL_WINDOWED = tuple(family for family in WINDOWED if family not in test_fuse.GLOBAL)
 

@@ -16,13 +16,13 @@ from tier_support import DictValues
 from ragblend import open_store
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, in_memory, stored_as
 from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 

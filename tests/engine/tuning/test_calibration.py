@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, FALLBACK, RULES
 from ragblend.engine.fusion.rules import DEFAULT as AUTO
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.sealed import seal
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,
     Calibration,

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import ragblend
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel

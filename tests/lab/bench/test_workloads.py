@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.shapes import SHAPES, Shape, find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (

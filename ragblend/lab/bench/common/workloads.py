@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
-from ragblend.engine.hf.model import LoadedModel, find_device
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.model import LoadedModel, find_device
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, PromptConfig
 from ragblend.lab.bench.common.shapes import Shape, find_shape
 from ragblend.prompt.formats import DeclaredFormat

@@ -26,11 +26,11 @@ from transformers import (
 from ragblend import load_engine
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.fusion.self_check import place
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
-from ragblend.engine.hf.model import inspect_model
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.model import inspect_model
 from ragblend.errors import StoreMismatchError
 from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt

@@ -12,8 +12,8 @@ import transformers
 from conftest import FAMILIES, WINDOWED, make_gemma3_that_sees, make_model
 
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.families import layer_windows, refuse_unsupported
-from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.transformers.families import layer_windows, refuse_unsupported
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.vllm.support import ARCHITECTURES
 from ragblend.errors import UnsupportedModelError
 

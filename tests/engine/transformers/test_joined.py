@@ -12,9 +12,9 @@ from torch import nn
 
 from ragblend.engine.fusion.attention import Sight, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.joined import FEW_ROWS, FewRows
-from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.joined import FEW_ROWS, FewRows
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.prompt import SegmentedPrompt
 
 LENGTHS = (3, 17, 50, 51, 64, 90, 120, 7)  # of prompts; the windows are of 50 to 56 tokens

@@ -16,8 +16,8 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
 from ragblend.cli.app import app
-from ragblend.engine.hf import gguf as gguf_module
 from ragblend.engine.load import load_engine
+from ragblend.engine.transformers import gguf as gguf_module
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend

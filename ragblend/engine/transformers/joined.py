@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 
 from ragblend.engine.fusion.attention import PLAIN, Sight, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.hf.families import Latent
 from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.families import Latent
 
 FEW_ROWS = range(6, 17)
 """Rows of which a CPU makes a float32 product sooner the other way round: measured, a third of the time less at 8. MKL

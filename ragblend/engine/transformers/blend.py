@@ -26,11 +26,11 @@ from ragblend.engine.fusion.lookup import Behind, Context, contexts
 from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, Choice, find_rule, settle
 from ragblend.engine.generation import Prefilled, Request
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, MemoryKV, ModelShape, dtype_name
 from ragblend.engine.store.tiered import ChecksShapes, is_far
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.pipeline import MachineProfile, decide
 from ragblend.errors import DamagedEntryError
 from ragblend.prompt.prompt import Segment, TokenizedPrompt

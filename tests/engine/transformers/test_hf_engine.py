@@ -18,14 +18,14 @@ from transformers.utils import chat_template_utils
 from ragblend.engine import generation
 from ragblend.engine.fusion.rules import DEFAULT, FALLBACK, RULES, find_rule
 from ragblend.engine.generation import Conversation, Prefilled, Request
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.formats import DeclaredFormat, prompt_format

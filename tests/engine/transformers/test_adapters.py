@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
-from ragblend.engine.hf.pair import pair_fingerprint
 from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.pair import pair_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend

@@ -23,10 +23,6 @@ from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import Conversation, GenerationStream, Options, Prefilled, Request, Step
-from ragblend.engine.hf.blend import BlendingEngine
-from ragblend.engine.hf.constrain import Grammars
-from ragblend.engine.hf.layers import TransformersLayers
-from ragblend.engine.hf.model import is_quantised
 from ragblend.engine.many import grouped
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
@@ -35,6 +31,10 @@ from ragblend.engine.store.kv import KVHeader, MemoryKV, dtype_name, stored_as
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.store.tiered import Prefetches, WorksInBackground, disk_tier, kv_dtype_of, tiers_of
+from ragblend.engine.transformers.blend import BlendingEngine
+from ragblend.engine.transformers.constrain import Grammars
+from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.tuning.calibration import Calibrations
 from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions

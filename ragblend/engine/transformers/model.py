@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.hf.adapters import adapter_mark, base_of, is_adapter, with_adapter
-from ragblend.engine.hf.gguf import Named, dequantised, named_gguf, refuse_unread_rope, require_gguf, without_bar
 from ragblend.engine.store.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.store.kv import DTYPES, dtype_name
+from ragblend.engine.transformers.adapters import adapter_mark, base_of, is_adapter, with_adapter
+from ragblend.engine.transformers.gguf import (
+    Named,
+    dequantised,
+    named_gguf,
+    refuse_unread_rope,
+    require_gguf,
+    without_bar,
+)
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
@@ -272,7 +279,7 @@ def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ragblend.engine.hf.families import refuse_unsupported
+    from ragblend.engine.transformers.families import refuse_unsupported
 
     path = _base_and_adapter(path, AS_IT_IS, weights=False)[0]
     if path.is_file():

@@ -26,10 +26,17 @@ from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FusedLayers, Told, Watch
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
 from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.hf.adapters import adapters_at_work
-from ragblend.engine.hf.families import Latent, context_length, family_of, layer_windows, rope_parameters, text_decoder
-from ragblend.engine.hf.joined import FewRows, Joined, JoinedCache, attend_joined, place
 from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.adapters import adapters_at_work
+from ragblend.engine.transformers.families import (
+    Latent,
+    context_length,
+    family_of,
+    layer_windows,
+    rope_parameters,
+    text_decoder,
+)
+from ragblend.engine.transformers.joined import FewRows, Joined, JoinedCache, attend_joined, place
 from ragblend.errors import RagblendError
 
 ATTENTION = "ragblend"

@@ -11,11 +11,11 @@ import torch
 from conftest import WINDOWED, make_gemma3_that_sees
 from torch import Tensor
 
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.model import inspect_model, model_fingerprint
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import inspect_model, model_fingerprint
 from ragblend.lab.explain import explain
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 

@@ -159,7 +159,7 @@ def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(s
             engine.precompute(chunk)
         full = engine.generate(PROMPT, mode="full", max_tokens=8).token_ids
         assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == full
-        from ragblend.engine.hf.model import model_fingerprint
+        from ragblend.engine.transformers.model import model_fingerprint
 
         assert engine.fingerprint == model_fingerprint(path, "float32+dequantised")
 

@@ -15,11 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from ragblend.engine.hf.model import IRRELEVANT_FIELDS, architecture, find_model, load_model, model_fingerprint
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.model import (
+    IRRELEVANT_FIELDS,
+    architecture,
+    find_model,
+    load_model,
+    model_fingerprint,
+)
 from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import random_model

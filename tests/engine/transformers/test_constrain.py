@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 import torch
 
-from ragblend.engine.hf.constrain import Grammars
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.constrain import Grammars
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.prompt import SegmentedPrompt

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.hf.adapters import adapters_of, unwrapped
-from ragblend.engine.hf.model import LoadedModel, architecture, model_fingerprint, refuse_split
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.transformers.adapters import adapters_of, unwrapped
+from ragblend.engine.transformers.model import LoadedModel, architecture, model_fingerprint, refuse_split
 from ragblend.errors import RagblendError, UsageError
 from ragblend.options import ModelOptions
 

@@ -79,8 +79,8 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
-from ragblend.engine.hf.families import layer_windows, refuse_unsupported
-from ragblend.engine.hf.layers import TURNS_KEPT, TransformersLayers
+from ragblend.engine.transformers.families import layer_windows, refuse_unsupported
+from ragblend.engine.transformers.layers import TURNS_KEPT, TransformersLayers
 from ragblend.errors import UnsupportedModelError
 
 FULL = ["full_attention"] * 6
@@ -197,7 +197,7 @@ def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, mon
     model.config.sliding_window = 1024
     load(model)
     assert (model.config.sliding_window, layer_windows(model.config)) == (1024, (1024,) * 6)
-    monkeypatch.setattr("ragblend.engine.hf.layers.layer_windows", lambda config: (1024, None) * 3)
+    monkeypatch.setattr("ragblend.engine.transformers.layers.layer_windows", lambda config: (1024, None) * 3)
     with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
         load(model)
 
@@ -343,7 +343,7 @@ def test_a_mask_that_shows_later_tokens_is_found(tiny_model, monkeypatch: pytest
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.hf.layers.attend_rows", three_too_many)
+    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", three_too_many)
     with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
         load(tiny_model("llama"))
 
@@ -432,6 +432,6 @@ def test_a_bottom_right_mask_over_scattered_rows_is_found(tiny_model, monkeypatc
             query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.hf.layers.attend_rows", bottom_right)
+    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
     with pytest.raises(UnsupportedModelError, match="scattered rows over exact KV"):
         self_check(TransformersLayers(tiny_model("llama")), 300, "sabotaged")
