@@ -143,7 +143,7 @@ RULES: dict[str, Rule] = {
 
 # On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
 # data/results/closeness.json). On the embedded one of 5 layers it answers more questions than `cacheblend` at
-# DEFAULT_RATIO, which it needs there.
+# DEFAULT_RATIO, which it needs there (data/results/quality-demo-selection.json).
 DEFAULT = "ask"
 # Where running the question ahead does not pay (`probe_pays`): of the rules that ask nothing the closest there, on
 # questions that are not reported (`--part selection`, data/results/closeness-selection.json).
