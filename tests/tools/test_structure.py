@@ -16,7 +16,7 @@ MOST_FILES, MOST_FUNCTIONS = 40, 260
 
 def test_a_blended_call_passes_no_more_rooms_than_the_page_says() -> None:
     seen = blended_call()
-    assert {"llm.py", "engine/hf/blend.py", "engine/fusion/fuse.py"} <= set(seen)
+    assert {"llm.py", "engine/transformers/blend.py", "engine/fusion/fuse.py"} <= set(seen)
     assert len(seen) <= MOST_FILES
     assert sum(map(len, seen.values())) <= MOST_FUNCTIONS
 
