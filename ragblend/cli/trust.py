@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import JsonOption, takes
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.config import Settings
 
@@ -34,7 +34,7 @@ def init_key(
     print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
 
 
-@takes("store")
+@with_settings("store")
 def sign(
     settings: Settings,
     signed_with: Annotated[

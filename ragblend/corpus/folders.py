@@ -1,6 +1,7 @@
 """Files and folders -> the files to read, in order, each once; and what else lies in those folders.
 
-Knows names, links, `.gitignore` and which folders hold ragblend's own data. Reads no documents. Read `walk` first.
+Knows names, links, `.gitignore` and which folders hold ragblend's own data. Reads no documents. Read `scan_folders`
+first.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from ragblend.files.reading import read_file
 
 logger = logging.getLogger(__name__)
 
-LEFT_OUT = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
+SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
 """Names that no folder shows, hidden ones besides. Whoever names such a folder or file itself gets it read."""
 
-_OUR_FOLDERS = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
+_RAGBLEND_FOLDER_FILES = ({"chunks.sqlite", "manifest.json"}, {"texts.sqlite", "models"})  # an index, a store
 _EVERYTHING = ("**", "*")
 _GITIGNORE_BYTES = 1 << 20
 _FILE_URI = "file://"
@@ -44,42 +45,44 @@ class ReadFailure(NamedTuple):
 
 
 @dataclass
-class Walk:
+class FolderScan:
     """What files and folders hold. Every path is a `normal_path`, and that of a file is its `source`."""
 
-    tops: list[str] = field(default_factory=list)  # what was named, files and folders
+    roots: list[str] = field(default_factory=list)  # what was named, files and folders
     files: dict[str, str] = field(default_factory=dict)  # file to read -> the top that brought it in, in reading order
-    named: set[str] = field(default_factory=set)  # of these, those that were named themselves
-    others: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
+    named_files: set[str] = field(default_factory=set)  # of these, those that were named themselves
+    filtered_out: set[str] = field(default_factory=set)  # files that the folders show and `glob` leaves out
     links: set[str] = field(default_factory=set)  # further names of files to read
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
     outside: list[str] = field(default_factory=list)  # links to files that lie in none of the folders
     unreadable: list[ReadFailure] = field(default_factory=list)
 
-    def holds(self, path: str) -> bool:
+    def is_covered(self, path: str) -> bool:
         """Whether a file is one that was named, or lies in a folder that was."""
-        return any(each in self._tops for each in lineage(path))
+        return any(each in self._root_set for each in iter_path_and_parents(path))
 
-    def cannot_tell(self, path: str) -> bool:
+    def is_below_unreadable(self, path: str) -> bool:
         """Whether a folder on the way to a file could not be listed."""
-        return any(each in self._unlisted for each in lineage(path))
+        return any(each in self._unlisted for each in iter_path_and_parents(path))
 
-    def hides(self, path: str, top: str) -> bool:
+    def is_hidden(self, path: str, top: str) -> bool:
         """Whether a folder that was named does not show a file in it, which `top` brought in: that folder, or one above
         it. Who named the file, or a folder further down, wanted it all the same."""
-        shown = path in self.files or path in self.others
-        return not shown and any(each in self._tops and is_in(each, top) for each in lineage(path) if each != path)
+        shown = path in self.files or path in self.filtered_out
+        return not shown and any(
+            each in self._root_set and is_in(each, top) for each in iter_path_and_parents(path) if each != path
+        )
 
     @cached_property
-    def _tops(self) -> frozenset[str]:
-        return frozenset(self.tops)
+    def _root_set(self) -> frozenset[str]:
+        return frozenset(self.roots)
 
     @cached_property
     def _unlisted(self) -> frozenset[str]:
         return frozenset(path for path, _ in self.unreadable)
 
 
-def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> Walk:
+def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
     """The files that `paths` name and that folders among them hold, each folder's in order of their names.
 
     Folders are walked recursively and leave out hidden files, `node_modules`, what `.gitignore` files name (that of the
@@ -89,31 +92,31 @@ def walk(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path]
     `Path.rglob` would. A file that is named is read whatever it is. Raises NotFoundError for a path that does not
     exist, UsageError for a pattern that can match nothing.
     """
-    pattern = _parts(glob)
-    found, ours = Walk(), {os.path.realpath(folder) for folder in own}
+    pattern = _split_glob(glob)
+    found, ours = FolderScan(), {os.path.realpath(folder) for folder in own}
     for path in map(_local, paths):
         if not os.path.lexists(path):
             raise NotFoundError(
                 f"{path} does not exist; check the path you gave to `ragblend ingest`. What is gone for good is "
                 f"forgotten by: ragblend remove {path}"
             )
-        found.tops.append(normal_path(path))
-    found.tops = list(dict.fromkeys(found.tops))
-    for top in found.tops:
+        found.roots.append(normal_path(path))
+    found.roots = list(dict.fromkeys(found.roots))
+    for top in found.roots:
         if not os.path.isdir(top):
-            found.named.add(top)
+            found.named_files.add(top)
             found.files.setdefault(top, top)
             continue
         for path in _files_below(top, ours, found):
             if pattern == _EVERYTHING or _matches(path[len(top.rstrip("/")) + 1 :].split("/"), pattern):
                 found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
             else:
-                found.others.add(path)
-    found.others -= found.files.keys()
+                found.filtered_out.add(path)
+    found.filtered_out -= found.files.keys()
     found.unreadable = list(dict.fromkeys(found.unreadable))  # a folder in a folder that is named too is met twice
-    found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.tops]
-    _leave_out_what_leads_out(found)
-    _read_links_once(found)
+    found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
+    _drop_outside_links(found)
+    _deduplicate_links(found)
     return found
 
 
@@ -151,7 +154,7 @@ def _as_listed(path: str) -> str:
     return listed
 
 
-def named(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
+def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     """Which of `sources` a person means by `name`: a source, a file with all its records, or what lies in a folder.
 
     sources: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
@@ -163,7 +166,7 @@ def named(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     if any(source == name for source, _ in known):
         return [name]
     meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # a link may name the file itself
-    for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _composed)):
+    for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _normalize_unicode)):
         found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
         found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
         found = found or [source for source, _ in known if is_below(spelled(source), wanted)]
@@ -180,7 +183,7 @@ def source_name(name: str) -> str:
     return name if _URI.match(name) else normal_path(name)
 
 
-def source_of(path: str, record: str = "") -> str:
+def make_source(path: str, record: str = "") -> str:
     """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
 
     >>> source_of("/a.json", "#0"), source_of("/a.json"), source_of("/a.json#0")
@@ -189,8 +192,8 @@ def source_of(path: str, record: str = "") -> str:
     return path + (record or "#" * (path.endswith("#") or _RECORD.search(path) is not None))
 
 
-def file_of(source: str) -> str:
-    """The file of a source, see `source_of`."""
+def source_path(source: str) -> str:
+    """The file of a source, see `make_source`."""
     return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
 
 
@@ -204,7 +207,7 @@ def is_in(path: str, folder: str) -> bool:
     return path == folder or is_below(path, folder)
 
 
-def lineage(path: str) -> Iterator[str]:
+def iter_path_and_parents(path: str) -> Iterator[str]:
     """A path, the folder it is in, and all above that.
 
     >>> list(lineage("/a/b"))
@@ -216,7 +219,7 @@ def lineage(path: str) -> Iterator[str]:
         path = parent
 
 
-def shown(source: str) -> str:
+def display_source(source: str) -> str:
     """A source for people: relative to the working folder where it lies below it, and without control characters."""
     try:
         here = os.getcwd().rstrip("/") + "/"
@@ -233,17 +236,17 @@ def printable(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _composed(text: str) -> str:
+def _normalize_unicode(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
 # --- folders ---
 
 
-def _files_below(top: str, own: set[str], found: Walk) -> Iterator[str]:
+def _files_below(top: str, own: set[str], found: FolderScan) -> Iterator[str]:
     """Files in order of their names' parts. Folders that cannot be listed, names that are no text, and what is ignored
     are noted."""
-    waiting: list[tuple[str, bool, _Ignored]] = [(top, True, _Ignored.above(top))]
+    waiting: list[tuple[str, bool, _GitignoreRules]] = [(top, True, _GitignoreRules.from_parents(top))]
     while waiting:  # a stack, the next on top: folders may lie deeper than calls may
         path, is_folder, ignored = waiting.pop()
         if not is_folder:
@@ -257,14 +260,14 @@ def _files_below(top: str, own: set[str], found: Walk) -> Iterator[str]:
             found.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
             continue
         names = {entry.name for entry in entries}
-        if path != top and any(ours <= names for ours in _OUR_FOLDERS):
+        if path != top and any(ours <= names for ours in _RAGBLEND_FOLDER_FILES):
             continue
-        inside = ignored.with_rules_of(path) if ".gitignore" in names else ignored
+        inside = ignored.add_folder_rules(path) if ".gitignore" in names else ignored
         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
             kind = _kind(entry, found.unreadable)
             if not kind or (kind == "folder" and entry.path in own):
                 continue
-            if inside.names(entry.path, kind == "folder"):
+            if inside.is_ignored(entry.path, kind == "folder"):
                 found.ignored.append(entry.path)
             else:
                 waiting.append((entry.path, kind == "folder", inside))
@@ -272,7 +275,7 @@ def _files_below(top: str, own: set[str], found: Walk) -> Iterator[str]:
 
 def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
     """ "file" or "folder"; "" for what a folder does not show."""
-    if entry.name.startswith(".") or entry.name in LEFT_OUT:
+    if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
         return ""
     try:
         entry.name.encode()
@@ -286,16 +289,16 @@ def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
         return "" if error.errno == errno.ELOOP else "file"
 
 
-def _leave_out_what_leads_out(found: Walk) -> None:
+def _drop_outside_links(found: FolderScan) -> None:
     """Whoever fills a folder may not be one who may read the whole machine."""
-    for path in [each for each in found.files if each not in found.named and os.path.islink(each)]:
+    for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
-        if not any(is_in(target, top) for top in found.tops):
+        if not any(is_in(target, top) for top in found.roots):
             found.outside.append(path)
             del found.files[path]
 
 
-def _read_links_once(found: Walk) -> None:
+def _deduplicate_links(found: FolderScan) -> None:
     """Keep of every file that goes by several names one: its own, else the first."""
     names: dict[str, str] = {}
     for path in sorted(found.files, key=os.path.islink):
@@ -305,26 +308,26 @@ def _read_links_once(found: Walk) -> None:
         del found.files[path]
 
 
-class _Ignored(NamedTuple):
+class _GitignoreRules(NamedTuple):
     """The rules of `.gitignore` files for what lies below their folders; the innermost come last and decide first."""
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     @staticmethod
-    def above(top: str) -> _Ignored:
+    def from_parents(top: str) -> _GitignoreRules:
         """The rules for `top` from the folders above it in its git repository; none that leave out `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)
             if parent == folder:
-                return _Ignored()
+                return _GitignoreRules()
             folders.append(folder := parent)
-        found = _Ignored()
+        found = _GitignoreRules()
         for each in reversed(folders):
-            found = found.with_rules_of(each)
-        return _Ignored() if found.names(top, True) else found
+            found = found.add_folder_rules(each)
+        return _GitignoreRules() if found.is_ignored(top, True) else found
 
-    def with_rules_of(self, folder: str) -> _Ignored:
+    def add_folder_rules(self, folder: str) -> _GitignoreRules:
         """These, and those of the folder's own `.gitignore`."""
         path = os.path.join(folder, ".gitignore")
         try:
@@ -334,9 +337,9 @@ class _Ignored(NamedTuple):
         except OSError as error:
             logger.warning("%s is not followed: %s", path, error.strerror or error)
             return self
-        return _Ignored((*self.rules, (folder, _spec(lines, path))))
+        return _GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
 
-    def names(self, path: str, is_folder: bool) -> bool:
+    def is_ignored(self, path: str, is_folder: bool) -> bool:
         """Whether `path` is left out, judged by itself: what lies in a folder that is left out is never asked about."""
         for folder, spec in reversed(self.rules):
             relative = path[len(folder.rstrip("/")) + 1 :]
@@ -346,7 +349,7 @@ class _Ignored(NamedTuple):
         return False
 
 
-def _spec(lines: Sequence[str], path: str) -> GitIgnoreSpec:
+def _parse_patterns(lines: Sequence[str], path: str) -> GitIgnoreSpec:
     sound = []
     for line in lines:
         try:
@@ -360,7 +363,7 @@ def _spec(lines: Sequence[str], path: str) -> GitIgnoreSpec:
 # --- patterns ---
 
 
-def _parts(glob: str) -> tuple[str, ...]:
+def _split_glob(glob: str) -> tuple[str, ...]:
     parts = PurePath(glob).parts
     if not parts or PurePath(glob).is_absolute() or ".." in parts:
         raise UsageError(f"glob is {glob!r}; give a relative pattern such as '*.md'")

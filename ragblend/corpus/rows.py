@@ -38,7 +38,7 @@ SCHEMA = (
     "CREATE INDEX IF NOT EXISTS chunks_by_generation ON chunks (generation, document, ordinal, checksum)",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
-CHECKED = {
+CHECKED_COLUMNS = {
     "meta": "key, value",
     "files": "path, version, top",
     "documents": "id, source, file, content_hash, status",
@@ -51,13 +51,13 @@ CHECKED = {
 
 `behind` and `behind_hash` are empty: versions of a chunk that was stored behind the one before it left.
 """
-SELECT = (
+SELECT_CHUNKS = (
     'SELECT c.id, c.chunk_id, d.source, c.document, c.ordinal, c.start, c."end", c.text, c.metadata, c.num_tokens, '
     "c.vector, c.generation, c.text_hash, c.checksum FROM chunks c JOIN documents d ON d.id = c.document "
 )
 
 
-class FileNote(NamedTuple):
+class IngestedFile(NamedTuple):
     """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
 
     `top`: what an ingestion was told that brought it in, the file itself or a folder.
@@ -68,7 +68,7 @@ class FileNote(NamedTuple):
     top: str
 
 
-class Leftovers(NamedTuple):
+class OrphanedTexts(NamedTuple):
     """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
 
     texts: tuple[str, ...]
@@ -77,7 +77,7 @@ class Leftovers(NamedTuple):
     last_id: int  # what `doom` takes once it is known which entries these are
 
 
-class Doomed(NamedTuple):
+class PendingDeletion(NamedTuple):
     """An entry that is to go, because nobody has its text any more, or one that it was computed behind.
 
     It tells no text, so it may wait for a remote tier that cannot be told now.
@@ -89,7 +89,7 @@ class Doomed(NamedTuple):
     text_hash: bytes
 
 
-class Row(NamedTuple):
+class ChunkRow(NamedTuple):
     """One chunk as stored."""
 
     id: int  # chunk_id as FAISS and SQLite have ids, in 64 signed bits, in the same order
@@ -111,7 +111,7 @@ class Row(NamedTuple):
         """The chunk."""
         return Chunk(self.text, self.source, self.start, self.end, json.loads(self.metadata))
 
-    def is_sound(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether these are the bytes that were written."""
         columns = (self.id, self.chunk_id, *self[3:-1])  # its document's name is not of its row
         return row_checksum(*columns) == self.checksum and Chunk(self.text, self.source, self.start).id == self.chunk_id
@@ -122,7 +122,7 @@ def text_hash(text: str) -> bytes:
     return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
 
 
-def columns_of(
+def make_row(
     chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
 ) -> tuple[object, ...]:
     """The row of the chunks table for one chunk, its checksum last."""

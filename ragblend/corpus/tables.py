@@ -15,16 +15,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from ragblend.corpus.rows import CHECKED, SCHEMA, SCHEMA_VERSION
+from ragblend.corpus.rows import CHECKED_COLUMNS, SCHEMA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, RagblendError, StoreMismatchError, UsageError
-from ragblend.files.directory import refusal
-from ragblend.files.sqlite import connect, row_checksum, transaction, translated, truncate_log
+from ragblend.files.directory import to_write_error
+from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors
 
 DATABASE = "chunks.sqlite"
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # a larger file is checked as its rows are read, and by `problems`
 
 
-class Tables:
+class CheckedDatabase:
     """One connection, shared by threads. Each method is a transaction, or a part of the one that is open.
 
     Raises CorruptError (bytes changed), StoreMismatchError (another schema), StoreFullError, or RagblendError when
@@ -35,8 +35,8 @@ class Tables:
         self.path, self._file = folder, folder / DATABASE
         self._lock = threading.RLock()
         self._process = os.getpid()
-        with _translated(folder):
-            self._connection = connect(self._file, reingest(folder))
+        with _wrap_errors(folder):
+            self._connection = connect(self._file, make_reingest_hint(folder))
             try:
                 self._check()
             except BaseException:
@@ -48,15 +48,15 @@ class Tables:
         with self._lock:
             self._connection.close()
 
-    def reading(self) -> AbstractContextManager[None]:
+    def read_transaction(self) -> AbstractContextManager[None]:
         """One state of the database for several reads; others may write meanwhile."""
         return self._transaction("DEFERRED")
 
-    def holding(self) -> AbstractContextManager[None]:
+    def write_transaction(self) -> AbstractContextManager[None]:
         """Several changes at once, or none. Nobody else adds or removes documents meanwhile, from any process."""
         return self._transaction("IMMEDIATE")
 
-    def facts(self) -> dict[str, str]:
+    def read_metadata(self) -> dict[str, str]:
         """What the creator recorded."""
         facts: dict[str, str] = json.loads(self._meta("facts"))
         return facts
@@ -65,27 +65,33 @@ class Tables:
         """How many times documents changed."""
         return int(self._meta("generation"))
 
-    def set_facts(self, **changes: object) -> None:
+    def write_metadata(self, **changes: object) -> None:
         """Record other facts than the creator did."""
-        with self.holding():
-            self._put("meta", ("facts", _facts_as_text(self.facts() | changes)))
+        with self.write_transaction():
+            self._put("meta", ("facts", _facts_as_text(self.read_metadata() | changes)))
 
     def truncate_log(self) -> None:
         """Let what was removed leave the database's log, where it stands until others have stopped reading."""
-        with self._lock, _translated(self.path):
+        with self._lock, _wrap_errors(self.path):
             truncate_log(self._connection)
 
     # --- for the classes above ---
 
     def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self.reading():
+        with self.read_transaction():
             return self._connection.execute(query, values).fetchall()
 
-    def _checked(self, table: str, columns: str, rest: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    def _select_checked(
+        self, table: str, columns: str, rest: str, values: Sequence[object] = ()
+    ) -> list[tuple[Any, ...]]:
         """Columns of the rows that `rest` selects. Raises CorruptError when one is not what was written."""
-        found = self._rows(f"SELECT checksum IS row_checksum({CHECKED[table]}), {columns} FROM {table} {rest}", values)
+        found = self._rows(
+            f"SELECT checksum IS row_checksum({CHECKED_COLUMNS[table]}), {columns} FROM {table} {rest}", values
+        )
         if not all(row[0] for row in found):
-            raise CorruptError(f"{self._file}: a row of {table} is not what was written. {reingest(self.path)}")
+            raise CorruptError(
+                f"{self._file}: a row of {table} is not what was written. {make_reingest_hint(self.path)}"
+            )
         return [row[1:] for row in found]
 
     def _has(self, table: str, column: str, value: object) -> bool:
@@ -95,7 +101,7 @@ class Tables:
         """A row with its checksum, in place of the one of the same key."""
         values = (*columns, row_checksum(*columns))
         places = ", ".join("?" * len(values))
-        query = f"INSERT OR REPLACE INTO {table} ({CHECKED[table]}, checksum) VALUES ({places})"
+        query = f"INSERT OR REPLACE INTO {table} ({CHECKED_COLUMNS[table]}, checksum) VALUES ({places})"
         self._connection.execute(query, values)
 
     def _advance(self) -> int:
@@ -104,15 +110,15 @@ class Tables:
         return generation
 
     def _meta(self, key: str) -> str:
-        value = next((str(found) for (found,) in self._checked("meta", "value", "WHERE key = ?", (key,))), "")
+        value = next((str(found) for (found,) in self._select_checked("meta", "value", "WHERE key = ?", (key,))), "")
         if not value or (key == "generation" and not value.isdecimal()):
-            raise CorruptError(f"{self._file} has lost its {key!r}. {reingest(self.path)}")
+            raise CorruptError(f"{self._file} has lost its {key!r}. {make_reingest_hint(self.path)}")
         return value
 
     def _check(self) -> None:
         tables = dict(self._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall())
         if "chunks" not in tables:
-            raise CorruptError(f"{self._file} holds no index. {reingest(self.path)}")
+            raise CorruptError(f"{self._file} holds no index. {make_reingest_hint(self.path)}")
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         if version != SCHEMA_VERSION:
             raise StoreMismatchError(
@@ -121,12 +127,12 @@ class Tables:
             )
         ours = {statement.replace("IF NOT EXISTS ", "") for statement in SCHEMA if "TABLE" in statement}
         if set(tables.values()) != ours:
-            raise CorruptError(f"{self._file} has other tables than ragblend makes. {reingest(self.path)}")
+            raise CorruptError(f"{self._file} has other tables than ragblend makes. {make_reingest_hint(self.path)}")
         if self._file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
             # Not quick_check, which skips the indexes: a chunk missing from one would be silently unfindable.
             verdict = self._connection.execute("PRAGMA integrity_check").fetchone()[0]
             if verdict != "ok":
-                raise CorruptError(f"{self._file} is damaged ({verdict}). {reingest(self.path)}")
+                raise CorruptError(f"{self._file} is damaged ({verdict}). {make_reingest_hint(self.path)}")
         self._meta("facts")
 
     @contextmanager
@@ -136,21 +142,21 @@ class Tables:
                 f"the index {self.path} was opened before this process was forked; SQLite cannot be carried over. "
                 "Open it in this process"
             )
-        with self._lock, _translated(self.path), transaction(self._connection, kind):
+        with self._lock, _wrap_errors(self.path), transaction(self._connection, kind):
             yield
 
 
 def create_database(folder: Path, facts: Mapping[str, object]) -> None:
-    """Make an empty database in `folder` with `facts` in its meta table; an existing one stays as it is."""
+    """Make an empty database in `folder` with `read_metadata` in its meta table; an existing one stays as it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UsageError(f"{folder} is not a folder; name a folder for the index") from error
     except OSError as error:
-        raise refusal(error, folder) from error
+        raise to_write_error(error, folder) from error
     rows = (("facts", _facts_as_text(facts)), ("generation", "0"))
     # One transaction: killed inside it, there is no index rather than half of one.
-    with _connected(folder, create=True) as connection, transaction(connection, "IMMEDIATE"):
+    with _open_connection(folder, create=True) as connection, transaction(connection, "IMMEDIATE"):
         for statement in SCHEMA:
             connection.execute(statement)
         connection.executemany("INSERT OR IGNORE INTO meta VALUES (?1, ?2, row_checksum(?1, ?2))", rows)
@@ -158,11 +164,11 @@ def create_database(folder: Path, facts: Mapping[str, object]) -> None:
 
 def is_blank(folder: Path) -> bool:
     """Whether creation was killed before its transaction: a file without a single table."""
-    with _connected(folder) as connection:
+    with _open_connection(folder) as connection:
         return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
 
-def reingest(folder: Path) -> str:
+def make_reingest_hint(folder: Path) -> str:
     """The way out of a damaged database."""
     return (
         f"Delete {folder} and run ragblend ingest DOCS --index {folder}; stored KV is found again, not recomputed. "
@@ -175,14 +181,14 @@ def _facts_as_text(facts: Mapping[str, object]) -> str:
 
 
 @contextmanager
-def _connected(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    with _translated(folder):
-        connection = connect(folder / DATABASE, reingest(folder), create=create)
+def _open_connection(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
+    with _wrap_errors(folder):
+        connection = connect(folder / DATABASE, make_reingest_hint(folder), create=create)
         try:
             yield connection
         finally:
             connection.close()
 
 
-def _translated(folder: Path) -> AbstractContextManager[None]:
-    return translated(folder / DATABASE, reingest(folder))
+def _wrap_errors(folder: Path) -> AbstractContextManager[None]:
+    return wrap_sqlite_errors(folder / DATABASE, make_reingest_hint(folder))

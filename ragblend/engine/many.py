@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 
-def grouped(prompts: Sequence[Sequence[str]], nbytes: Mapping[str, int], capacity_bytes: int) -> list[int]:
+def order_by_shared_chunks(
+    prompts: Sequence[Sequence[str]], nbytes: Mapping[str, int], capacity_bytes: int
+) -> list[int]:
     """The places of `prompts`, each given by the keys of its chunks, in the order in which little is loaded.
 
     nbytes: by key; one that is not there costs nothing, wherever it comes. capacity_bytes: of the tier that they are

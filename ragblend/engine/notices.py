@@ -24,38 +24,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3  # prompts without a match before NO_MATCH; later ones are not looked into
-NUM_HEADERS = 64  # entries that are looked at
+NUM_PROMPTS_BEFORE_WARNING = 3  # prompts without a match before NO_MATCH; later ones are not looked into
+MAX_HEADERS_READ = 64  # entries that are looked at
 EMPTY = "nothing is stored yet; ingest the documents first: {ingest}"
 OTHER_MODEL = "the store holds KV of other models or namespaces, none of {model}; add it: {precompute}"
 OTHER_PREFIX = "the store holds KV behind another prefix, none behind this one ({system}); add it: {precompute}"
-NO_MATCH = f"nothing in {PATIENCE} prompts is stored; a chunk is found as it was ingested, to the letter: {{ingest}}"
+NO_MATCH = f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored; a chunk is found as it was ingested, to the letter: {{ingest}}"
 
 
-class Notices:
+class ReuseDiagnostics:
     """Warns of prompts of which nothing is reused, until something is. Thread-safe."""
 
     def __init__(self, engine: EngineBase) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._warned_causes: set[str] = set()
         self._num_missed = 0
 
-    def answered(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None:
+    def record_lookup(self, prompt: TokenizedPrompt, hits: Sequence[bool]) -> None:
         """Told of a prompt in a mode that reuses chunks, and for each of its chunks whether it was stored."""
         if any(hits):
-            self._num_missed = PATIENCE
+            self._num_missed = NUM_PROMPTS_BEFORE_WARNING
         elif hits:
-            self.missed(prompt.prefix_ids)
+            self.record_miss(prompt.prefix_ids)
 
-    def missed(self, *prefixes: tuple[int, ...]) -> None:
+    def record_miss(self, *prefixes: tuple[int, ...]) -> None:
         """Told of a prompt of which nothing was reused; `prefixes` are looked for besides the engine's own."""
         with self._lock:
-            if self._num_missed < PATIENCE:
+            if self._num_missed < NUM_PROMPTS_BEFORE_WARNING:
                 self._num_missed += 1
                 cause = self._cause((self._engine.default_prefix_ids, *prefixes))
-                if cause is not None and cause not in self._said:
-                    self._said.add(cause)
+                if cause is not None and cause not in self._warned_causes:
+                    self._warned_causes.add(cause)
                     log.warning("nothing was reused: %s", cause.format(**self._facts()))
 
     def _cause(self, prefixes: Sequence[tuple[int, ...]]) -> str | None:
@@ -64,7 +64,7 @@ class Notices:
             return None  # a remote tier has said that it does not answer; what it holds is not known
         local = [tier for tier in tiers if isinstance(tier, DiskStore | MemoryStore)]
         try:
-            headers = list(islice(chain.from_iterable(tier.headers() for tier in local), NUM_HEADERS))
+            headers = list(islice(chain.from_iterable(tier.headers() for tier in local), MAX_HEADERS_READ))
         except (RagblendError, OSError):  # the answer is out; what is only good to know may not spoil it
             return None
         own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
@@ -74,7 +74,7 @@ class Notices:
             return OTHER_MODEL
         if own and not any(each.prefix_ids[: len(each.prefix_ids) - sum(each.context)] in prefixes for each in own):
             return OTHER_PREFIX
-        return NO_MATCH if self._num_missed == PATIENCE and not self._said else None
+        return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
 
     def _facts(self) -> dict[str, str]:
         """What the warnings name: model, system text, and what to type; where no flags are known, what to call."""

@@ -1,7 +1,7 @@
 """An index follows files and folders: what is new or changed goes in, what is gone goes out, the rest costs nothing.
 
 A file is known by its bytes, a document by its text and metadata, both with how they were cut. Knows the index, and
-documents as they are read; deletes no KV (see `forgetting`) and prefills nothing. Read `follow` first.
+documents as they are read; deletes no KV (see `forgetting`) and prefills nothing. Read `sync_index` first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.corpus.documents import (
+    BROKEN_LINK_REASON,
+    LINK_OUTSIDE_REASON,
     MAX_FILE_MIB,
-    NO_FILE,
-    OUTSIDE,
     Document,
     FileContents,
     open_source,
     reader_version,
 )
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.folders import ReadFailure, Walk, is_in
-from ragblend.corpus.rows import FileNote
+from ragblend.corpus.folders import FolderScan, ReadFailure, is_in
+from ragblend.corpus.rows import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.workers import Workers
@@ -39,15 +39,15 @@ Progress = Callable[[str, int, int | None], None]
 """Called with a stage ("read", "embed", "prefill"), what is done and, when known, what there is to do."""
 
 
-class Cut(NamedTuple):
+class ChunkerConfig(NamedTuple):
     """How documents are cut. `version` is part of what they are known by: cut in another way, they are cut again."""
 
-    function: Callable[[Document], list[Chunk]]
+    split: Callable[[Document], list[Chunk]]
     version: str
 
 
 @dataclass(slots=True)
-class Followed:
+class SyncResult:
     """What the walk held, and what became of it."""
 
     sources: list[str] = field(default_factory=list)  # of every document read now or known unchanged, in reading order
@@ -59,25 +59,25 @@ class Followed:
     arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
 
 
-def follow(
+def sync_index(
     index: ChunkIndex,
-    found: Walk,
-    cut: Cut,
-    tell: Progress,
+    scan: FolderScan,
+    chunker: ChunkerConfig,
+    on_progress: Progress,
     workers: Workers | None = None,
     *,
     keep_missing: bool = False,
     max_file_mib: float = MAX_FILE_MIB,
-) -> Followed:
-    """Bring the documents of `found` into the index, and out of it those that are no longer there.
+) -> SyncResult:
+    """Bring the documents of `scan` into the index, and out of it those that are no longer there.
 
-    Out go only documents that came from the files and folders of `found`: of files that are gone, are no documents any
-    more or are left out by their folder now, and records that have left their file. What `found`'s pattern leaves out
+    Out go only documents that came from the files and folders of `scan`: of files that are gone, are no documents any
+    more or are left out by their folder now, and records that have left their file. What `scan`'s pattern leaves out
     stays, and so does what could not be read this time. `keep_missing` takes nothing out. A file beyond `max_file_mib`
     (0: no limit) is one that cannot be read. `workers` embed, while the next files are read.
     """
-    run = _Run(index, found, cut, tell, workers, keep_missing, max_file_mib)
-    for path in found.files:
+    run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, max_file_mib)
+    for path in scan.files:
         run.read(path)
     run.flush(num_ahead=0)
     if not keep_missing:
@@ -91,33 +91,41 @@ class _Batch(NamedTuple):
     """Documents read and cut, with version and chunks, and the files that are finished by them, with what is gone."""
 
     documents: list[tuple[Document, str, list[Chunk]]]
-    files: list[tuple[FileNote, list[str]]]
-    embedded: Callable[[], Mapping[str, FloatArray]]  # vectors by text; for the rest the index asks its own embedder
+    files: list[tuple[IngestedFile, list[str]]]
+    wait_for_vectors: Callable[
+        [], Mapping[str, FloatArray]
+    ]  # vectors by text; for the rest the index asks its own embedder
 
 
-class _Run:
+class _SyncPass:
     """One pass over the files: what is known of them, and what waits to be embedded."""
 
     def __init__(
         self,
         index: ChunkIndex,
-        found: Walk,
-        cut: Cut,
-        tell: Progress,
+        scan: FolderScan,
+        chunker: ChunkerConfig,
+        on_progress: Progress,
         workers: Workers | None,
         keep_missing: bool,
         max_file_mib: float,
     ) -> None:
-        self.index, self.found, self.cut, self.tell, self.keep_missing = index, found, cut, tell, keep_missing
+        self.index, self.scan, self.chunker, self.on_progress, self.keep_missing = (
+            index,
+            scan,
+            chunker,
+            on_progress,
+            keep_missing,
+        )
         self._workers, self._max_file_mib = workers, max_file_mib
-        skipped = [ReadFailure(path, OUTSIDE) for path in found.outside]
-        self.result = Followed(failures=list(found.unreadable), skipped=skipped)
+        skipped = [ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside]
+        self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
         self._notes, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had
         self._empty: set[str] = set()  # files that were read and are no documents
         self._made_by: dict[str, str] = {}  # source -> file, of this run
         self._waiting: list[tuple[Document, str, list[Chunk]]] = []
-        self._finished: list[tuple[FileNote, list[str]]] = []  # read; to be noted once what waits is in the index
+        self._finished: list[tuple[IngestedFile, list[str]]] = []  # read; to be noted once what waits is in the index
         self._coming: deque[_Batch] = deque()  # being embedded, the oldest first
         self._saved_s, self._num_embedded = perf_counter(), 0
 
@@ -125,46 +133,46 @@ class _Run:
         """One file: nothing to do when its bytes are known."""
         try:
             file = open_source(path, self._max_file_mib)
-            version = self._version(path, file.digest)
+            version = self._make_file_version(path, file.digest)
             note = self._notes.get(path)
             if note is not None and note.version == version:
-                self._unchanged(note)
+                self._record_unchanged(note)
             else:
-                self._changed(path, version, file.read())
+                self._queue_changed(path, version, file.read())
         except FileNotFoundError:  # gone since its folder was listed, or a link to nowhere
-            if path in self.found.named:
-                self.result.failures.append(ReadFailure(path, NO_FILE))
+            if path in self.scan.named_files:
+                self.result.failures.append(ReadFailure(path, BROKEN_LINK_REASON))
         except NotADocumentError as error:
             self._empty.add(path)
-            told = self.result.failures if path in self.found.named else self.result.skipped
-            told.append(ReadFailure(path, str(error)))
+            failures = self.result.failures if path in self.scan.named_files else self.result.skipped
+            failures.append(ReadFailure(path, str(error)))
         except UsageError:
             raise  # nothing about this file: a chunk size that no text can meet
         except RagblendError as error:
             self._unread.add(path)
             self.result.failures.append(ReadFailure(path, str(error)))
-        self.tell("read", len(self.result.sources), None)
+        self.on_progress("read", len(self.result.sources), None)
         self._flush_if_many()
 
-    def _unchanged(self, note: FileNote) -> None:
+    def _record_unchanged(self, note: IngestedFile) -> None:
         sources = list(self._known.get(note.path, ()))
         self.result.sources += sources
         self.result.num_unchanged += len(sources)
         self._made_by.update(dict.fromkeys(sources, note.path))
-        if (top := self._top(note.path)) != note.top:
+        if (top := self._find_scan_root(note.path)) != note.top:
             self._finished.append((note._replace(top=top), []))
 
-    def _changed(self, path: str, version: str, contents: FileContents) -> None:
+    def _queue_changed(self, path: str, version: str, contents: FileContents) -> None:
         had, sources = self._known.get(path, {}), []
         for document in contents.documents:
             source = document.source
             sources.append(source)
             self._made_by[source] = path
-            wanted = f"{document.content_hash}:{self.cut.version}"
+            wanted = f"{document.content_hash}:{self.chunker.version}"
             if had.get(source) == wanted:
                 self.result.num_unchanged += 1
                 continue
-            self._waiting.append((document, wanted, self.cut.function(document)))
+            self._waiting.append((document, wanted, self.chunker.split(document)))
             self.result.num_updated += source in had
             self._flush_if_many()  # a file may hold more documents than memory
         gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
@@ -172,7 +180,7 @@ class _Run:
             self.result.failures.append(ReadFailure(path, contents.failure))
         # Known by its bytes only when the next run has nothing to say or to do about it.
         is_done = not contents.failure and not (gone and self.keep_missing)
-        note = FileNote(path, version if is_done else "", self._top(path))
+        note = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
         self._finished.append((note, [] if self.keep_missing else sorted(gone)))
         self.result.sources += sources
         if path not in self._notes:
@@ -195,7 +203,7 @@ class _Run:
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.unembedded(texts) if self._workers is not None else []
+        missing = self.index.find_texts_without_vectors(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)
@@ -205,7 +213,7 @@ class _Run:
         """Index a batch, then note the files that are finished by it. Killed in between, they are read again."""
         if batch.documents:
             texts = [chunk.text for _, _, chunks in batch.documents for chunk in chunks]
-            vectors = self.index.embed(texts, batch.embedded())
+            vectors = self.index.embed(texts, batch.wait_for_vectors())
             first = 0
             for document, version, chunks in batch.documents:
                 rows = vectors[first : first + len(chunks)]
@@ -213,25 +221,25 @@ class _Run:
                 self.index.add_document(document.source, version, chunks, rows, file=file)
                 first += len(chunks)
             self._num_embedded += first
-            self.tell("embed", self._num_embedded, None)
+            self.on_progress("embed", self._num_embedded, None)
         for _, gone in batch.files:
             self._remove(gone)
         if batch.files:
-            self.index.note_files(note for note, _ in batch.files)
+            self.index.record_files(note for note, _ in batch.files)
 
     def remove_missing(self) -> None:
         """Take out the documents of files that are not there any more."""
         for note in self.index.files().values():
-            if self.found.holds(note.path) and self._is_missing(note):
+            if self.scan.is_covered(note.path) and self._is_missing(note):
                 self._remove(self._known.get(note.path, ()))
 
-    def _is_missing(self, note: FileNote) -> bool:
-        path, found = note.path, self.found
+    def _is_missing(self, note: IngestedFile) -> bool:
+        path, found = note.path, self.scan
         if path in self._empty or path in found.links:
             return True
-        if path in self._unread or path in found.others or found.cannot_tell(path):
+        if path in self._unread or path in found.filtered_out or found.is_below_unreadable(path):
             return False
-        return _is_gone(path) or found.hides(path, note.top)
+        return _is_deleted(path) or found.is_hidden(path, note.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:
@@ -239,28 +247,28 @@ class _Run:
                 self.index.remove_document(source)
                 self.result.removed.append(source)
 
-    def _top(self, path: str) -> str:
+    def _find_scan_root(self, path: str) -> str:
         """What brought a file in: the widest of the folders that ever did."""
-        top, note = self.found.files[path], self._notes.get(path)
+        top, note = self.scan.files[path], self._notes.get(path)
         return note.top if note is not None and is_in(top, note.top) else top
 
-    def _version(self, path: str, digest: str) -> str:
-        return f"{digest}:{reader_version(path)}:{self.cut.version}"
+    def _make_file_version(self, path: str, digest: str) -> str:
+        return f"{digest}:{reader_version(path)}:{self.chunker.version}"
 
 
-def moved_from(index: ChunkIndex, followed: Followed, found: Walk) -> dict[str, int]:
-    """Folders and files outside of `found` that are gone, where files with these very bytes came from before; how many.
+def find_moved_files(index: ChunkIndex, followed: SyncResult, found: FolderScan) -> dict[str, int]:
+    """Folders and files outside of `scan` that are gone, where files with these very bytes came from before; how many.
 
     A folder that was moved leaves such a trace, and its documents a second time.
     """
     lost: dict[str, int] = {}
     for note in index.files().values() if followed.arrived else ():
-        if note.version in followed.arrived and not found.holds(note.path) and _is_gone(note.path):
+        if note.version in followed.arrived and not found.is_covered(note.path) and _is_deleted(note.path):
             lost[note.top] = lost.get(note.top, 0) + 1
     return lost
 
 
-def _is_gone(path: str) -> bool:
+def _is_deleted(path: str) -> bool:
     """Whether there is no such file; not, when that cannot be told."""
     try:
         return stat.S_ISDIR(Path(path).stat().st_mode)

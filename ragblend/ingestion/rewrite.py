@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader, in_memory, stored_as
+from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
 from ragblend.engine.store.tiered import TieredStore, kv_dtype_of
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.prompt.prompt import Chunk
@@ -18,7 +18,7 @@ from ragblend.prompt.prompt import Chunk
 _RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
 
 
-def count_others(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
+def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
     """How many of the `known` chunks are stored in another dtype than the store's, by the headers on `disk`.
 
     A store of KV as computed, the default, is not searched at all.
@@ -27,10 +27,10 @@ def count_others(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None)
     if kv_dtype == "auto" or disk is None:
         return 0
     headers = (disk.header(engine.key(chunk)) for chunk in known)
-    return sum(header is not None and _is_other(header, kv_dtype) for header in headers)
+    return sum(header is not None and _has_other_dtype(header, kv_dtype) for header in headers)
 
 
-def round_known(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
+def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
     """Store chunks as computed in the store's eight bits: how many, and the chunks that are to be prefilled instead.
 
     Those are in eight bits and wanted as computed or in other eight bits, or turn out damaged. Raises UsageError where
@@ -43,17 +43,17 @@ def round_known(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk
     num_rounded, to_prefill = 0, []
     for chunk in known:
         kv = store.get(engine.key(chunk))
-        if kv is None or not _is_other(kv.header, store.kv_dtype):
+        if kv is None or not _has_other_dtype(kv.header, store.kv_dtype):
             continue
         if not kv.header.is_lossless:
             to_prefill.append(chunk)
             continue
         try:
-            whole = in_memory(kv)
+            whole = load_into_memory(kv)
         except DamagedEntryError:
             to_prefill.append(chunk)
             continue
-        if stored_as(whole, store.kv_dtype) is not whole:  # a few tokens have nothing to gain
+        if convert_kv_dtype(whole, store.kv_dtype) is not whole:  # a few tokens have nothing to gain
             store.replace(whole)
             num_rounded += 1
     return num_rounded, to_prefill
@@ -73,5 +73,5 @@ def prefill_again(
         yield from prefill(batch, engine)
 
 
-def _is_other(header: KVHeader, kv_dtype: str) -> bool:
+def _has_other_dtype(header: KVHeader, kv_dtype: str) -> bool:
     return (header.kv_dtype or "auto") != kv_dtype

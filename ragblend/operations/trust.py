@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ModelShape
+from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.room import ENTRY_SUFFIX
 from ragblend.engine.store.signing import StoreKey
@@ -46,9 +46,9 @@ def sign_store(
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each) for each in (signed_with, key))
-    report.num_notes = new.sign_notes(old)
-    expect_noted(old)
-    tell = progress or (lambda stage, done, total: None)
+    report.num_notes = new.sign_metadata_files(old)
+    load_expected_specs(old)
+    on_progress = progress or (lambda stage, done, total: None)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):
         if new.contains(path.stem):
@@ -64,17 +64,17 @@ def sign_store(
                 pass  # evicted meanwhile
             except (OSError, DamagedEntryError) as error:
                 report.refused[path.stem] = str(error)
-        tell("sign", done, len(paths))
+        on_progress("sign", done, len(paths))
     return report
 
 
-def expect_noted(disk: DiskStore, *others: RemoteStore) -> None:
+def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
     """Have entries' shapes checked against what the store notes of its models."""
     for fingerprint, facts in disk.models().items():
-        if (shape := ModelShape.noted(facts)) is not None:
-            disk.expect(fingerprint, shape)
+        if (shape := KVSpec.from_facts(facts)) is not None:
+            disk.set_expected_spec(fingerprint, shape)
             for each in others:
-                each.expect(fingerprint, shape)
+                each.set_expected_spec(fingerprint, shape)
 
 
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
@@ -85,7 +85,7 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     status = remote.status()
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
-    expect_noted(DiskStore(store, create=False), remote)
+    load_expected_specs(DiskStore(store, create=False), remote)
     return {result.key: result.reason for result in remote.verify() if not result.ok}
 
 

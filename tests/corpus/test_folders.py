@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend.corpus.folders import Walk, named, normal_path, shown, walk
+from ragblend.corpus.folders import FolderScan, display_source, match_sources, normal_path, scan_folders
 from ragblend.errors import NotFoundError, UsageError
 
 
@@ -23,13 +23,13 @@ def make(folder: Path, *names: str) -> Path:
     return folder
 
 
-def seen(folder: Path, found: Walk) -> list[str]:
+def seen(folder: Path, found: FolderScan) -> list[str]:
     return [path.removeprefix(f"{folder}/") for path in found.files]
 
 
 def test_a_folder_shows_its_files_in_order_of_their_names(tmp_path):
     make(tmp_path, "b.txt", "a/z.txt", "a/b/c.txt", "a.txt", "A.txt", "a/.hidden", ".git/config", "node_modules/x/y.md")
-    assert seen(tmp_path, walk([tmp_path])) == ["A.txt", "a/b/c.txt", "a/z.txt", "a.txt", "b.txt"]
+    assert seen(tmp_path, scan_folders([tmp_path])) == ["A.txt", "a/b/c.txt", "a/z.txt", "a.txt", "b.txt"]
 
 
 def test_a_source_is_the_same_from_every_working_folder(tmp_path, monkeypatch):
@@ -45,10 +45,10 @@ def test_a_source_is_the_same_from_every_working_folder(tmp_path, monkeypatch):
     ]
     for place, name in ways:
         monkeypatch.chdir(tmp_path / place)
-        assert seen(tmp_path, walk([name])) == ["docs/a.txt", "docs/deep/b.txt"], (place, name)
+        assert seen(tmp_path, scan_folders([name])) == ["docs/a.txt", "docs/deep/b.txt"], (place, name)
     monkeypatch.chdir(tmp_path)
     for name in ("docs/a.txt", "./docs/../docs/a.txt", "way in/a.txt", f"file://{tmp_path}/docs/a.txt"):
-        assert seen(tmp_path, walk([name])) == ["docs/a.txt"]
+        assert seen(tmp_path, scan_folders([name])) == ["docs/a.txt"]
 
 
 def test_gitignore_is_followed_as_git_does(tmp_path):
@@ -83,32 +83,32 @@ def test_gitignore_is_followed_as_git_does(tmp_path):
         capture_output=True, check=True,
     )  # fmt: skip
     expected = {name for name in listed.stdout.decode().split("\0") if name and not Path(name).name.startswith(".")}
-    assert set(seen(tmp_path, walk([tmp_path]))) == expected
+    assert set(seen(tmp_path, scan_folders([tmp_path]))) == expected
     below = {name for name in expected if name.startswith("docs/")}
-    assert set(seen(tmp_path, walk([tmp_path / "docs"]))) == below, "the rules of the folders above hold too"
+    assert set(seen(tmp_path, scan_folders([tmp_path / "docs"]))) == below, "the rules of the folders above hold too"
 
 
 def test_who_names_an_ignored_folder_or_file_gets_it(tmp_path):
     make(tmp_path, "build/a.md", "build/b.log", "c.log", "node_modules/x/README.md")
     (tmp_path / ".gitignore").write_text("build/\n*.log\n")
     (tmp_path / ".git").mkdir()
-    assert seen(tmp_path, walk([tmp_path])) == []
-    assert seen(tmp_path, walk([tmp_path / "build"])) == ["build/a.md", "build/b.log"]
-    assert seen(tmp_path, walk([tmp_path / "c.log"])) == ["c.log"]
-    assert seen(tmp_path, walk([tmp_path / "node_modules" / "x"])) == ["node_modules/x/README.md"]
+    assert seen(tmp_path, scan_folders([tmp_path])) == []
+    assert seen(tmp_path, scan_folders([tmp_path / "build"])) == ["build/a.md", "build/b.log"]
+    assert seen(tmp_path, scan_folders([tmp_path / "c.log"])) == ["c.log"]
+    assert seen(tmp_path, scan_folders([tmp_path / "node_modules" / "x"])) == ["node_modules/x/README.md"]
 
 
 def test_a_home_whose_gitignore_names_everything_hides_no_folder(tmp_path):
     make(tmp_path, "work/docs/a.md")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".gitignore").write_text("*\n")
-    assert seen(tmp_path, walk([tmp_path / "work" / "docs"])) == ["work/docs/a.md"]
+    assert seen(tmp_path, scan_folders([tmp_path / "work" / "docs"])) == ["work/docs/a.md"]
 
 
 def test_a_line_that_is_no_pattern_is_said_and_the_others_hold(tmp_path, caplog):
     make(tmp_path, "a.log", "b.txt")
     (tmp_path / ".gitignore").write_bytes(b"*.log\n!\n\xff\xfe\n")
-    assert seen(tmp_path, walk([tmp_path])) == ["b.txt"]
+    assert seen(tmp_path, scan_folders([tmp_path])) == ["b.txt"]
     assert ".gitignore" in caplog.text
 
 
@@ -123,8 +123,8 @@ def test_our_own_data_is_left_out_wherever_it_is(tmp_path):
         "kv/p/q.json",
     )
     make(tmp_path, "new/index.md", "ragblend-data/demo/corpus/x.md", "ragblend.toml", "other/texts.sqlite")
-    assert seen(tmp_path, walk([tmp_path], own=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]
-    assert seen(tmp_path, walk([tmp_path / "ragblend-data"])) == ["ragblend-data/demo/corpus/x.md"]
+    assert seen(tmp_path, scan_folders([tmp_path], own=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]
+    assert seen(tmp_path, scan_folders([tmp_path / "ragblend-data"])) == ["ragblend-data/demo/corpus/x.md"]
 
 
 def test_a_link_is_read_once_and_never_leads_in_circles(tmp_path):
@@ -146,19 +146,25 @@ def test_a_link_is_read_once_and_never_leads_in_circles(tmp_path):
     }
     for name, target in links.items():
         (docs / name).symlink_to(target)
-    found = walk([docs])
+    found = scan_folders([docs])
     assert seen(docs, found) == ["a.txt", "current.txt"]
     assert found.outside == [str(docs / "out.txt")]
-    assert seen(docs, walk([docs, docs / "out.txt"])) == ["a.txt", "current.txt", "out.txt"], "who names it wants it"
-    assert seen(tmp_path, walk([docs, tmp_path / "outside"])) == ["docs/a.txt", "docs/current.txt", "outside/o.txt",
-                                                                 "outside/p.txt"]  # fmt: skip
-    assert seen(tmp_path, walk([docs / "up" / "docs" / "self"])) == seen(tmp_path, walk([docs]))
+    assert seen(docs, scan_folders([docs, docs / "out.txt"])) == ["a.txt", "current.txt", "out.txt"], (
+        "who names it wants it"
+    )
+    assert seen(tmp_path, scan_folders([docs, tmp_path / "outside"])) == [
+        "docs/a.txt",
+        "docs/current.txt",
+        "outside/o.txt",
+        "outside/p.txt",
+    ]
+    assert seen(tmp_path, scan_folders([docs / "up" / "docs" / "self"])) == seen(tmp_path, scan_folders([docs]))
 
 
 def test_pipes_and_devices_are_no_files(tmp_path):
     make(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "pipe")
-    assert seen(tmp_path, walk([tmp_path])) == ["a.txt"]
+    assert seen(tmp_path, scan_folders([tmp_path])) == ["a.txt"]
 
 
 def test_deeper_than_calls_may_nest(tmp_path, monkeypatch):
@@ -168,7 +174,7 @@ def test_deeper_than_calls_may_nest(tmp_path, monkeypatch):
         Path("d").mkdir()
         os.chdir("d")
     try:
-        assert seen(tmp_path, walk([tmp_path])) == ["a.txt"]
+        assert seen(tmp_path, scan_folders([tmp_path])) == ["a.txt"]
     finally:
         os.chdir(tmp_path)
         subprocess.run(["rm", "-r", "d"], check=True)  # pytest's own cleaning nests calls
@@ -184,7 +190,7 @@ def test_a_folder_that_cannot_be_listed_is_said(tmp_path, monkeypatch):
         return original(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    found = walk([tmp_path])
+    found = scan_folders([tmp_path])
     assert seen(tmp_path, found) == ["a.txt"]
     assert [(failure.path, "permissions" in failure.reason) for failure in found.unreadable] == [
         (str(tmp_path / "shut"), True)
@@ -194,7 +200,7 @@ def test_a_folder_that_cannot_be_listed_is_said(tmp_path, monkeypatch):
 def test_a_name_that_is_no_text_is_said_and_can_be_printed(tmp_path):
     make(tmp_path, "a.txt")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("x")
-    found = walk([tmp_path])
+    found = scan_folders([tmp_path])
     assert seen(tmp_path, found) == ["a.txt"]
     (failure,) = found.unreadable
     assert failure.path.endswith("/caf\\xe9.txt")
@@ -204,21 +210,21 @@ def test_a_name_that_is_no_text_is_said_and_can_be_printed(tmp_path):
 @pytest.mark.parametrize("glob", ["*", "*.md", "b/*.md", "**/*.md", "b/**/*", "*/*", "b*/*.[mt]*", "x"])
 def test_a_pattern_means_what_rglob_means(tmp_path, glob):
     make(tmp_path, "a.md", "b/c.md", "b/d/e.md", "b/f.txt", "x/b/g.md", "b.md")
-    found = walk([tmp_path], glob)
+    found = scan_folders([tmp_path], glob)
     expected = {str(path) for path in tmp_path.rglob(glob) if path.is_file()}
     assert set(found.files) == expected
-    assert found.others == {str(path) for path in tmp_path.rglob("*") if path.is_file()} - expected
+    assert found.filtered_out == {str(path) for path in tmp_path.rglob("*") if path.is_file()} - expected
 
 
 @pytest.mark.parametrize("glob", ["", "/etc/*", "../*"])
 def test_a_pattern_that_can_match_nothing_is_refused(tmp_path, glob):
     with pytest.raises(UsageError, match="relative pattern"):
-        walk([tmp_path], glob)
+        scan_folders([tmp_path], glob)
 
 
 def test_a_missing_path_is_an_error_that_says_how_to_forget_it(tmp_path):
     with pytest.raises(NotFoundError, match="ragblend remove"):
-        walk([tmp_path / "gone"])
+        scan_folders([tmp_path / "gone"])
 
 
 # --- names ---
@@ -250,11 +256,11 @@ def test_people_may_name_a_file_a_folder_or_a_record(tmp_path, monkeypatch):
     }
     monkeypatch.chdir(tmp_path)
     for name, expected in meant.items():
-        assert named(name, sources.items()) == expected, name
+        assert match_sources(name, sources.items()) == expected, name
     monkeypatch.chdir(docs)
-    assert named("a.jsonl", sources.items()) == records
+    assert match_sources("a.jsonl", sources.items()) == records
     with pytest.raises(UsageError, match="name is empty"):
-        named(" ", sources.items())
+        match_sources(" ", sources.items())
 
 
 def test_a_link_names_the_file_that_was_read(tmp_path, monkeypatch):
@@ -264,14 +270,14 @@ def test_a_link_names_the_file_that_was_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"{tmp_path}/docs/a.txt"
     for name in ("docs/link.txt", "way in/link.txt", "way in"):
-        assert named(name, [(source, source)]) == [source]
+        assert match_sources(name, [(source, source)]) == [source]
 
 
 def test_folders_in_folders_that_are_named_too_count_once(tmp_path):
     make(tmp_path, "a.txt", "build/b.txt", "sub/c.txt", "sub/x.log")
     (tmp_path / ".gitignore").write_text("build\n*.log\n")
     (tmp_path / ".git").mkdir()
-    found = walk([tmp_path, tmp_path / "build", tmp_path / "sub", tmp_path])
+    found = scan_folders([tmp_path, tmp_path / "build", tmp_path / "sub", tmp_path])
     assert seen(tmp_path, found) == ["a.txt", "sub/c.txt", "build/b.txt"]
     assert found.ignored == [f"{tmp_path}/sub/x.log"]
 
@@ -280,7 +286,7 @@ def test_what_is_gone_from_the_disk_can_still_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"{tmp_path}/gone/deep/a.txt"
     for name in ("gone", "gone/deep/a.txt", "./gone/deep"):
-        assert named(name, [(source, source)]) == [source]
+        assert match_sources(name, [(source, source)]) == [source]
 
 
 def test_either_unicode_form_names_a_file_and_two_files_stay_two(tmp_path, monkeypatch):
@@ -288,12 +294,12 @@ def test_either_unicode_form_names_a_file_and_two_files_stay_two(tmp_path, monke
     composed, decomposed = (unicodedata.normalize(form, "é.txt") for form in ("NFC", "NFD"))
     make(tmp_path, decomposed)
     stored = f"{tmp_path}/{decomposed}"
-    assert named(composed, [(stored, stored)]) == [stored]
+    assert match_sources(composed, [(stored, stored)]) == [stored]
     make(tmp_path, composed)
     if len(list(tmp_path.iterdir())) == 2:  # file systems that do not compare the forms
         other = f"{tmp_path}/{composed}"
-        assert set(walk([tmp_path]).files) == {stored, other}
-        assert named(composed, [(stored, stored), (other, other)]) == [other]
+        assert set(scan_folders([tmp_path]).files) == {stored, other}
+        assert match_sources(composed, [(stored, stored), (other, other)]) == [other]
 
 
 def test_a_file_system_that_knows_no_case_gives_one_name(tmp_path, monkeypatch):
@@ -308,11 +314,11 @@ def test_a_file_system_that_knows_no_case_gives_one_name(tmp_path, monkeypatch):
 
 def test_sources_are_shown_as_one_would_type_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert shown(f"{tmp_path}/docs/a.jsonl#3") == "docs/a.jsonl#3"
-    assert shown("/elsewhere/a.txt") == "/elsewhere/a.txt"
-    assert shown(f"{tmp_path}x/a.txt") == f"{tmp_path}x/a.txt"
-    assert shown("https://example.org/a") == "https://example.org/a"
-    assert shown(f"{tmp_path}/a\n\x1b[31m.txt") == "a\\n\\x1b[31m.txt"
+    assert display_source(f"{tmp_path}/docs/a.jsonl#3") == "docs/a.jsonl#3"
+    assert display_source("/elsewhere/a.txt") == "/elsewhere/a.txt"
+    assert display_source(f"{tmp_path}x/a.txt") == f"{tmp_path}x/a.txt"
+    assert display_source("https://example.org/a") == "https://example.org/a"
+    assert display_source(f"{tmp_path}/a\n\x1b[31m.txt") == "a\\n\\x1b[31m.txt"
 
 
 @settings(max_examples=60)
@@ -323,9 +329,9 @@ def test_any_name_that_a_file_can_have_is_found_by_that_name(tmp_path_factory, n
         (folder / name).write_text("x")
     except (OSError, UnicodeEncodeError, IsADirectoryError):
         return  # the file system has none of that name
-    found = walk([folder])
+    found = scan_folders([folder])
     (source,) = found.files or [None]
     if source is not None:
-        assert named(str(folder / name), [(source, source)]) == [source]
+        assert match_sources(str(folder / name), [(source, source)]) == [source]
     else:
         assert name.startswith(".") or found.unreadable

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from ragblend import Chunk, open_index
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.text_index import TextIndex
-from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry, registry_of
+from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry, open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
-from ragblend.frameworks.boundaries import recover
+from ragblend.frameworks.boundaries import recover_chunks
 
 
 def beginning(registry: ChunkRegistry, text: str) -> list[str]:
@@ -198,15 +198,15 @@ def test_ten_thousand_chunks_are_searched_in_milliseconds() -> None:
     registry.add(texts)
     prompt = "\n\n".join(["Context:", *texts[::500], "Question?"])
     start_s = perf_counter()
-    assert sum(isinstance(part, Chunk) for part in recover(prompt, registry=registry)) == 20
+    assert sum(isinstance(part, Chunk) for part in recover_chunks(prompt, registry=registry)) == 20
     assert perf_counter() - start_s < 2.0  # all share one anchor, the worst case; about 20 ms on an idle core
 
 
 def test_registry_of_a_store(tmp_path: Path) -> None:
     memory = MemoryStore(1 << 20)
-    assert registry_of(memory) is registry_of(memory)
-    assert registry_of(memory) is not registry_of(MemoryStore(1 << 20))
-    registry = registry_of(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
+    assert open_registry(memory) is open_registry(memory)
+    assert open_registry(memory) is not open_registry(MemoryStore(1 << 20))
+    registry = open_registry(TieredStore(MemoryStore(1 << 20), DiskStore(tmp_path)))
     assert registry.path == tmp_path / REGISTRY_FILE
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragblend.engine import batching, generation
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
-from ragblend.engine.generation import GenerationStream, Step
+from ragblend.engine.generation import DecodeStep, GenerationStream
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -65,7 +65,7 @@ def same(found: Generation, expected: Generation) -> None:
 
 def finished(engine: TransformersEngine, streams: Sequence[GenerationStream], **how: Any) -> list[Generation]:
     """The answers of streams, none of which fails."""
-    assert engine.batch.finish(streams, **how) == [None] * len(streams)
+    assert engine.batch.run_until_done(streams, **how) == [None] * len(streams)
     return [stream.result for stream in streams]
 
 
@@ -149,7 +149,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
             raise RuntimeError("no memory for it")
         return prefill(request)
 
-    def failing_decode(steps: Sequence[Step]) -> Sequence[Tensor]:
+    def failing_decode(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if any(step.fused.length == streams[3]._request.prompt.num_tokens + 4 for step in steps):
             raise RuntimeError("its KV is gone")
         return decode(steps)
@@ -247,7 +247,7 @@ def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(eng
     both_run, main, found = threading.Event(), threading.current_thread(), []
     decode = engine.batch._decode
 
-    def interrupted(steps: Sequence[Step]) -> Sequence[Tensor]:
+    def interrupted(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if len(steps) == 2 and threading.current_thread() is main:
             both_run.set()
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.many import grouped
+from ragblend.engine.many import order_by_shared_chunks
 from ragblend.engine.store.tiered import tiers_of
 
 NAMES = "abcdefgh"
@@ -40,7 +40,7 @@ def loaded(prompts: Sequence[Sequence[str]], nbytes: Mapping[str, int], capacity
 )
 def test_each_prompt_comes_once_and_the_next_is_always_the_cheapest(prompts, sizes, capacity):
     nbytes = dict(zip(NAMES, sizes, strict=True))
-    order = grouped(prompts, nbytes, capacity)
+    order = order_by_shared_chunks(prompts, nbytes, capacity)
     assert sorted(order) == list(range(len(prompts)))
     done: list[list[str]] = []
     for at, place in enumerate(order):
@@ -54,8 +54,8 @@ def test_each_prompt_comes_once_and_the_next_is_always_the_cheapest(prompts, siz
 
 
 def test_equal_prompts_and_prompts_without_chunks_stay_in_their_order():
-    assert grouped([["a"], ["a"], [], ["a"]], {"a": 1}, 10) == [2, 0, 1, 3]
-    assert grouped([], {}, 0) == []
+    assert order_by_shared_chunks([["a"], ["a"], [], ["a"]], {"a": 1}, 10) == [2, 0, 1, 3]
+    assert order_by_shared_chunks([], {}, 0) == []
 
 
 def test_conversations_that_take_turns_load_their_chunks_once():
@@ -63,7 +63,7 @@ def test_conversations_that_take_turns_load_their_chunks_once():
     topics = [[f"{topic}-{at}" for at in range(6)] for topic in range(8)]
     prompts = [dice.sample(topics[at % 8], 4) for at in range(64)]
     nbytes = {key: 10 for keys in topics for key in keys}
-    order = grouped(prompts, nbytes, 80)
+    order = order_by_shared_chunks(prompts, nbytes, 80)
     assert loaded([prompts[place] for place in order], nbytes, 80) == sum(nbytes.values())
     assert loaded(prompts, nbytes, 80) > 4 * sum(nbytes.values())
 

@@ -17,7 +17,7 @@ from ragblend import Chunk, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
-from ragblend.corpus.texts import registry_of
+from ragblend.corpus.texts import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
@@ -84,11 +84,11 @@ class Corpus:
     def texts(self) -> set[str]:
         """What the index, the store and the registry hold; all three must agree."""
         texts = {text for _, text in self.index.texts()}
-        with registry_of(self.engine.store) as registry:
+        with open_registry(self.engine.store) as registry:
             assert set(registry.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
         assert set(self.engine.store.keys()) == keys
-        assert self.index.leftovers().last_id == 0
+        assert self.index.orphaned_texts().last_id == 0
         return texts
 
 
@@ -602,10 +602,10 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     before = sorted(corpus.engine.store.keys())
     chunks = [
         Chunk("An orphan."),
-        *(Chunk(text, context="similar", behind=("An orphan.",)) for text in ("Behind.", BELL)),
+        *(Chunk(text, context="similar", context_texts=("An orphan.",)) for text in ("Behind.", BELL)),
     ]
     list(corpus.engine.precompute_all(chunks))
-    with registry_of(corpus.engine.store) as registry:
+    with open_registry(corpus.engine.store) as registry:
         registry.add(["An orphan."])
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
     corpus.engine.store.pin("gone.txt", orphans[:1])
@@ -616,7 +616,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
         assert sorted(garbage.evicted) == sorted(orphans)
         assert (garbage.texts, garbage.pins) == (("An orphan.",), ("gone.txt",))
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
-    with registry_of(corpus.engine.store) as registry:
+    with open_registry(corpus.engine.store) as registry:
         assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
     assert set(disk_tier(corpus.engine.store).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 

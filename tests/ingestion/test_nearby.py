@@ -17,14 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.corpus.texts import registry_of
-from ragblend.engine.fusion.rules import DEEP
+from ragblend.corpus.texts import open_registry
+from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import nearby
-from ragblend.ingestion.forget import forget_chunks, forget_texts
+from ragblend.ingestion.forget import delete_chunks_kv, delete_texts_kv
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
 from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
@@ -90,7 +90,7 @@ def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both
 def test_unless_told_otherwise_a_deep_model_keeps_similar_versions_of_what_frameworks_bring(
     tmp_path, make_model, make_tokenizer
 ):
-    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP).save_pretrained(tmp_path / "deep")
+    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(tmp_path / "deep")
     make_tokenizer().save_pretrained(tmp_path / "deep")
     llm = BlendLLM(model=str(tmp_path / "deep"), store=str(tmp_path / "kv"))
     assert precompute_documents([Document(text) for text in ALL], llm).num_new_kv == 8
@@ -149,7 +149,7 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
             assert entry is not None
             assert BELL not in texts_in(engine, entry.header), tier
             assert entry.header.token_ids != engine.segmenter.chunk_ids(BELL), tier
-    assert not any(each.text == BELL for each in registry_of(engine.store).similar_versions(nearby._embedder_name()))
+    assert not any(each.text == BELL for each in open_registry(engine.store).similar_variants(nearby._embedder_name()))
     precompute_documents(["One more."], engine)
     assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
     assert BELL not in seen_by(engine, FOX)
@@ -164,7 +164,7 @@ def test_versions_that_only_another_machine_still_has_go_there_too(opened, tmp_p
     engine.store.delete_near(lost)  # as eviction does: what it was computed behind is known over there alone
     far = open_remote(url)
     assert far.contains(lost)
-    forget_chunks([Chunk(BELL)], engine, lambda text: False)
+    delete_chunks_kv([Chunk(BELL)], engine, lambda text: False)
     assert not far.contains(lost)
 
 
@@ -175,7 +175,9 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
         if chunk.context == "similar" and BELL in chunk.behind and not first:
             first.append(chunk.text)
-            forget_chunks([Chunk(BELL)], other, lambda text: False)  # from another process, before this one is stored
+            delete_chunks_kv(
+                [Chunk(BELL)], other, lambda text: False
+            )  # from another process, before this one is stored
         return compute(chunk)
 
     monkeypatch.setattr(engine, "precompute", precompute)
@@ -189,13 +191,13 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
 def test_a_version_that_comes_while_a_chunk_is_removed_goes_with_it(opened):
     engine = opened()
     precompute_documents([BELL, MOSS], engine)
-    with registry_of(engine.store) as registry:
+    with open_registry(engine.store) as registry:
 
         def let_go() -> None:
-            engine.precompute(Chunk(FOX, context="similar", behind=(BELL,)))  # by who still sees BELL there
+            engine.precompute(Chunk(FOX, context="similar", context_texts=(BELL,)))  # by who still sees BELL there
             registry.remove([BELL])
 
-        assert forget_texts([BELL], engine, registry, let_go) == (4, "")
+        assert delete_texts_kv([BELL], engine, registry, let_go) == (4, "")
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
 
 
@@ -228,7 +230,7 @@ def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_
     engine = opened()
     precompute_documents(ALL, engine)
     assert BELL in (seen_by(engine, FOX) or ())
-    forget_chunks([Chunk(BELL)], alone, lambda text: False)
+    delete_chunks_kv([Chunk(BELL)], alone, lambda text: False)
     assert not any(BELL in texts_in(engine, header) for header in disk_tier(engine.store).headers())
 
 
@@ -250,12 +252,12 @@ def test_namespaces_in_one_store_never_see_each_other_chunks(opened):
 def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
     engine = opened()
     precompute_documents(ALL, engine)
-    with registry_of(engine.store) as registry:
-        with registry._writing() as connection:
+    with open_registry(engine.store) as registry:
+        with registry._write_transaction() as connection:
             connection.execute("UPDATE similar_versions SET vector = zeroblob(length(vector))")
-        assert any("4 vectors of texts" in line for line in registry.problems())
+        assert any("4 vectors of texts" in line for line in registry.find_problems())
         registry.drop_damaged()
-        assert registry.problems() == []
+        assert registry.find_problems() == []
     assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
 
 
@@ -266,8 +268,8 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
     count=st.integers(0, 3),
 )
 def test_the_nearest_are_found_that_may_stand(texts, refused, count):
-    with load_engine("demo", context="similar") as engine, registry_of(engine.store) as registry:
-        finder = nearby.Nearby(engine, registry)
+    with load_engine("demo", context="similar") as engine, open_registry(engine.store) as registry:
+        finder = nearby.RegisteredChunkFinder(engine, registry)
         registry.add(texts)
         finder.add(map(Chunk, texts))
         rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))

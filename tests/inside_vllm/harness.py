@@ -157,14 +157,14 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     from ragblend.engine.vllm import worker as vllm_worker
 
     selections: list[list[int]] = []
-    note_fused = vllm_worker.note_fused
+    note_fused = vllm_worker.record_fusion
 
     def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
         selections.append(result.recomputed.tolist())
         note_fused(report, starts, stored, plan, result)
 
-    vllm_worker.note_fused = recording
+    vllm_worker.record_fusion = recording
     try:
         yield selections
     finally:
-        vllm_worker.note_fused = note_fused
+        vllm_worker.record_fusion = note_fused

@@ -18,7 +18,7 @@ from ragblend.corpus.embedders import SentenceTransformerEmbedder
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import in_memory
+from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
 from ragblend.engine.transformers import model as transformers_model
@@ -134,7 +134,7 @@ def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: An
     old = read_key(path)
     path.rename("old.key")
     plain = DiskStore("s", store_key=None)
-    kv = in_memory(plain.get(keys[0]))  # type: ignore[arg-type]
+    kv = load_into_memory(plain.get(keys[0]))  # type: ignore[arg-type]
     (Path("s") / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
     run("init-key")
     assert find_key() != old
@@ -157,7 +157,7 @@ def test_verify_reads_the_remote_tier_and_repair_mends_it(run: Any, tmp_path: Pa
     keys = ingest(run)
     assert run("push", "--store", "s", "--remote", url)[0] == 0
     place = tmp_path / "shared" / keys[0][:2] / f"{keys[0]}.safetensors"
-    place.write_bytes(encode_chunk(in_memory(DiskStore("s").get(keys[0]))))  # type: ignore[arg-type]
+    place.write_bytes(encode_chunk(load_into_memory(DiskStore("s").get(keys[0]))))  # type: ignore[arg-type]
     common = ("--index", "i", "--store", "s", "--remote", url)
     code, out, _ = run("verify", *common, "--json")
     assert (code, list(json.loads(out)["damaged_remote_keys"])) == (4, keys[:1])
@@ -185,14 +185,14 @@ def test_notes_of_a_store_are_believed_only_when_they_are_signed(tmp_path: Path)
     note = json.loads((tmp_path / "models" / f"{'f' * 32}.json").read_text())
     (tmp_path / "models" / f"{'e' * 32}.json").write_text(json.dumps(note))  # another model's name on it
     assert list(signed.models()) == ["f" * 32]
-    assert [result.key for result in signed.verify_notes()] == [f"models/{'e' * 32}.json"]
+    assert [result.key for result in signed.verify_metadata()] == [f"models/{'e' * 32}.json"]
 
 
 def test_what_a_model_computes_as_nan_is_not_stored(tmp_path: Path, caplog: Any) -> None:
     with load_engine("demo", tmp_path / "s", on_miss="inline") as engine:
         engine.precompute(CHUNKS[0])
         store = DiskStore(tmp_path / "s")
-        kv = in_memory(next(store.get(key) for key in store.keys()))  # type: ignore[arg-type]  # noqa: SIM118
+        kv = load_into_memory(next(store.get(key) for key in store.keys()))  # type: ignore[arg-type]  # noqa: SIM118
         kv.layers[2].values[0, 0, 0] = float("nan")  # type: ignore[union-attr]
         store.delete(kv.header.key)
         engine.store.delete(kv.header.key)

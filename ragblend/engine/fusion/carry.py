@@ -19,17 +19,21 @@ from ragblend.engine.store.kv import LayerKV
 
 # Chosen on the selection part of real questions, as rules' shares are (`rules.CARRY`).
 LANDMARKS = 48  # of the tellers: with all of them it is no closer, and slower
-COMMON = 0.3  # the part of what tokens miss that all miss alike, beside 1 for a token like oneself in one's own chunk
+SHARED_KERNEL_WEIGHT = (
+    0.3  # the part of what tokens miss that all miss alike, beside 1 for a token like oneself in one's own chunk
+)
 OTHER_CHUNK = 0.5  # how much a token in another chunk is like one, were it the same
-WIDTH = 4.0  # of squared distance, a dimension of standardised values, where likeness has fallen by e; on average 2
+KERNEL_LENGTH_SCALE = (
+    4.0  # of squared distance, a dimension of standardised values, where likeness has fallen by e; on average 2
+)
 NOISE = 1.0  # variance of what no other token tells
-LIMIT = 3.0  # no teller counts for more than so many median ones: a chunk's first tokens move far, alone
+MAX_DRIFT_RATIO = 3.0  # no teller counts for more than so many median ones: a chunk's first tokens move far, alone
 DEPTH = 0.4  # the layer whose stored values say which tokens are alike, of all layers
 
 _JITTER = 1e-6
 
 
-class Carrying(NamedTuple):
+class DriftCorrection(NamedTuple):
     """What turns the tellers' change into everybody's."""
 
     rows: Tensor  # positions [N] of the tellers, ascending
@@ -38,11 +42,11 @@ class Carrying(NamedTuple):
 
     def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
         """Of the tellers' KV [H, N, D]: M changes, keys before rotation and values [H, M, D] float32."""
-        changes = (_limited(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
+        changes = (_limit_norms(new.float() - old.float()) for new, old in zip(fresh, stored, strict=True))
         return LayerKV(*(self.weights @ change for change in changes))
 
 
-def looked_at(num_layers: int, deepest: int) -> int:
+def similarity_layer(num_layers: int, deepest: int) -> int:
     """The layer whose stored values say which tokens are alike. Not the first, which knows a token alone.
 
     deepest: the last layer that the question was asked in. What lies behind it is not there yet.
@@ -53,40 +57,42 @@ def looked_at(num_layers: int, deepest: int) -> int:
     return max(1, min(int(DEPTH * num_layers), deepest))
 
 
-def carrying(
+def fit_drift_correction(
     values: Tensor,
     rows: Tensor,
     chunks: Tensor,
-    tells: Tensor,
+    is_recomputed: Tensor,
     shares: Tensor,
     mean_over_ranks: Callable[[Tensor], Tensor],
-) -> Carrying:
+) -> DriftCorrection:
     """Of N candidates at `rows` [N] of T positions, ascending, of whom those `tells` [N] bool tell, at least one.
 
-    values: their stored values [H, N, D] at the layer `looked_at`; tokens are alike where those are. chunks: the chunk
-    [N] each is in. shares: [T] of what is told, what each position moves by; 0 for those that stay. `mean_over_ranks`
-    of a vector, where each rank has some of the heads.
+    values: their stored values [H, N, D] at the layer `similarity_layer`; tokens are alike where those are. chunks: the
+    chunk [N] each is in. shares: [T] of what is told, what each position moves by; 0 for those that stay.
+    `mean_over_ranks` of a vector, where each rank has some of the heads.
     """
     states = values.float().transpose(0, 1).flatten(1)
     states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)
-    tellers = tells.nonzero().flatten()
-    count = min(LANDMARKS, len(tellers))
-    marks = tellers[torch.arange(count, device=rows.device) * len(tellers) // count]  # spread over the prompt
-    apart = (torch.cdist(states, states[marks]).square() / states.shape[1]).flatten()
-    apart = mean_over_ranks(apart).reshape(len(rows), len(marks))
-    same = chunks[:, None] == chunks[marks]
-    alike = COMMON + torch.exp(-apart / WIDTH) * torch.where(same, 1.0, OTHER_CHUNK)  # [N, M]
-    told, among = alike[tellers].double(), alike[marks].double()
-    among.diagonal().add_(_JITTER)
-    weights = torch.linalg.solve(told.T @ told + NOISE * among, told.T)
-    moved = alike.new_zeros(len(shares), len(marks))
-    moved[rows] = alike * shares[rows, None]
-    return Carrying(rows[tellers], weights.float(), moved)
+    recomputed = is_recomputed.nonzero().flatten()
+    count = min(LANDMARKS, len(recomputed))
+    landmarks = recomputed[torch.arange(count, device=rows.device) * len(recomputed) // count]  # spread over the prompt
+    distances = (torch.cdist(states, states[landmarks]).square() / states.shape[1]).flatten()
+    distances = mean_over_ranks(distances).reshape(len(rows), len(landmarks))
+    same = chunks[:, None] == chunks[landmarks]
+    kernel = SHARED_KERNEL_WEIGHT + torch.exp(-distances / KERNEL_LENGTH_SCALE) * torch.where(
+        same, 1.0, OTHER_CHUNK
+    )  # [N, M]
+    recomputed_kernel, landmark_kernel = kernel[recomputed].double(), kernel[landmarks].double()
+    landmark_kernel.diagonal().add_(_JITTER)
+    weights = torch.linalg.solve(recomputed_kernel.T @ recomputed_kernel + NOISE * landmark_kernel, recomputed_kernel.T)
+    drift_weights = kernel.new_zeros(len(shares), len(landmarks))
+    drift_weights[rows] = kernel * shares[rows, None]
+    return DriftCorrection(rows[recomputed], weights.float(), drift_weights)
 
 
-def _limited(change: Tensor) -> Tensor:
+def _limit_norms(change: Tensor) -> Tensor:
     """[H, N, D], none of its vectors longer than LIMIT times the head's median one."""
     length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
-    most = LIMIT * length.median(1, keepdim=True).values
+    most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values
     limited: Tensor = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
     return limited

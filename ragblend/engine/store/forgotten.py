@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.sealed import seal, unseal
+from ragblend.engine.store.sealed import decode_signed_json, encode_signed_json
 from ragblend.errors import RagblendError, StoreNotWritableError
 from ragblend.files.directory import Directory, unlink
 from ragblend.files.reading import read_file
@@ -30,16 +30,16 @@ from ragblend.files.reading import read_file
 log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
-LOOK_EVERY_S = 5.0
-FIRST_LOOK_S = 3.0  # a server waits for its first look; longer no more than for a remote that is down
-KEPT_S = 90 * 86_400.0  # a replica that was down for longer starts with an empty disk, or is cleared by hand
+POLL_INTERVAL_S = 5.0
+FIRST_POLL_TIMEOUT_S = 3.0  # a server waits for its first look; longer no more than for a remote that is down
+TOMBSTONE_TTL_S = 90 * 86_400.0  # a replica that was down for longer starts with an empty disk, or is cleared by hand
 _KIND = "forgotten"
 _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and chance
 _FRESH_S = 60.0  # clocks of replicas may be off by so much
 _MAX_RECORD_BYTES = 1 << 20
 
 
-class Record(NamedTuple):
+class Tombstone(NamedTuple):
     """What is to be forgotten: `keys`, and everything of `namespace` where that is given."""
 
     name: str
@@ -52,44 +52,44 @@ class Record(NamedTuple):
         return int(self.name[:13]) / 1e3
 
 
-class Heeded(NamedTuple):
+class AppliedTombstones(NamedTuple):
     """What one look found: keys that this disk has forgotten, and namespaces.
 
-    `fresh_keys`: those told while this process was running. It may have sent them to the remote tier afterwards."""
+    `recent_keys`: those told while this process was running. It may have sent them to the remote tier afterwards."""
 
     keys: tuple[str, ...] = ()
-    fresh_keys: tuple[str, ...] = ()
+    recent_keys: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = ()
 
 
-def tell(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Record:
+def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
     """Leave a record in `remote`. Raises BackendUnreachableError: then nobody else was told."""
-    record = Record(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
+    record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
     facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
-    remote.values.put_note(record.name, seal(facts, _KIND, remote.store_key))
+    remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))
     return record
 
 
-class Listener:
+class TombstoneWatcher:
     """Heeds records of `remote` for `disk`. `belongs`: whether KV of one namespace is of another, salts and all.
 
-    `start` looks in a thread of its own, `take` is what was heeded since the last call."""
+    `start` looks in a thread of its own, `take_applied` is what was heeded since the last call."""
 
     def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
         self._disk, self._remote, self._belongs = disk, remote, belongs
         self._folder = disk.root / FORGOTTEN_DIR
         self._directory = Directory(disk.root, fsync=True)
-        self._known: set[str] | None = None  # heeded in this process, or on this disk before it began
+        self._applied_names: set[str] | None = None  # heeded in this process, or on this disk before it began
         self._born_s = time.time()
-        self._heeded: list[Heeded] = []
-        self.num_heeded = 0  # records, since this process began
+        self._applied: list[AppliedTombstones] = []
+        self.num_applied = 0  # records, since this process began
         self._lock = threading.Lock()
         self._stopped, self._has_looked = threading.Event(), threading.Event()
 
     def start(self) -> None:
         """Look now, and from then on in the background, where a remote that is silent keeps nobody."""
         threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
-        if not self._has_looked.wait(FIRST_LOOK_S):
+        if not self._has_looked.wait(FIRST_POLL_TIMEOUT_S):
             log.warning(
                 "the remote does not say what other replicas have forgotten; what this disk has is used meanwhile"
             )
@@ -98,43 +98,47 @@ class Listener:
         """Look no more."""
         self._stopped.set()
 
-    def take(self) -> Heeded:
+    def take_applied(self) -> AppliedTombstones:
         """What was heeded since the last call."""
         with self._lock:
-            heeded, self._heeded = self._heeded, []
-        return Heeded(*(tuple(item for each in heeded for item in each[part]) for part in range(len(Heeded._fields))))
+            applied, self._applied = self._applied, []
+        return AppliedTombstones(
+            *(tuple(item for each in applied for item in each[part]) for part in range(len(AppliedTombstones._fields)))
+        )
 
     def _work(self) -> None:
-        self.look()
+        self.poll()
         self._has_looked.set()
-        while not self._stopped.wait(LOOK_EVERY_S):
-            self.look()
+        while not self._stopped.wait(POLL_INTERVAL_S):
+            self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Heed what is new, put back what the remote tier has lost, drop what is old. A remote that is down costs
         nothing but the news."""
         try:
-            there = {name for name in self._remote.values.notes() if _NAME.fullmatch(name)}
-            here = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
-            oldest = f"{int((time.time() - KEPT_S) * 1e3):013d}"
-            self._known = set(here) if self._known is None else self._known
-            for name in sorted(there - self._known):  # also one that another process over this disk was first to heed
+            remote_names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
+            local_names = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
+            oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
+            self._applied_names = set(local_names) if self._applied_names is None else self._applied_names
+            for name in sorted(
+                remote_names - self._applied_names
+            ):  # also one that another process over this disk was first to heed
                 if name > oldest:
-                    self._heed(name)
-                    self._known.add(name)
-            for name in sorted(here - there):
+                    self._apply(name)
+                    self._applied_names.add(name)
+            for name in sorted(local_names - remote_names):
                 if name > oldest:
-                    self._remote.values.put_note(name, read_file(self._path(name)))
-            for name in [name for name in there | here if name < oldest]:
+                    self._remote.values.put_metadata(name, read_file(self._path(name)))
+            for name in [name for name in remote_names | local_names if name < oldest]:
                 unlink(self._path(name))
-                self._remote.values.drop_note(name)
+                self._remote.values.delete_metadata(name)
         except (RagblendError, OSError) as error:
             log.warning("what other replicas have forgotten is not known at this moment: %s", error)
 
-    def _heed(self, name: str) -> None:
-        data = self._remote.values.get_note(name)
+    def _apply(self, name: str) -> None:
+        data = self._remote.values.get_metadata(name)
         try:
-            record = _read(name, data, self._remote)
+            record = _parse_tombstone(name, data, self._remote)
         except ValueError as error:
             log.warning("a record of what was forgotten is not heeded: %s: %s", name, error)
             return
@@ -144,13 +148,13 @@ class Listener:
             named = (header for header in self._disk.headers() if self._belongs(header.namespace, record.namespace))
             keys.update(header.key for header in named)
         with self._lock:  # before anything goes, so that a fetch under way notices
-            self.num_heeded += 1
+            self.num_applied += 1
         for key in keys:
             self._disk.delete(key)
         fresh = tuple(keys) if record.time_s > self._born_s - _FRESH_S else ()
         namespaces = () if record.namespace is None else (record.namespace,)
         with self._lock:
-            self._heeded.append(Heeded(tuple(keys), fresh, namespaces))
+            self._applied.append(AppliedTombstones(tuple(keys), fresh, namespaces))
         try:
             self._directory.write(self._path(name), data)  # last: killed before, it is heeded again
         except StoreNotWritableError:
@@ -161,15 +165,15 @@ class Listener:
         return self._folder / f"{name}.json"
 
 
-def _read(name: str, data: bytes | None, remote: RemoteStore) -> Record:
+def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tombstone:
     """Raises ValueError for what nobody told."""
     if data is None or len(data) > _MAX_RECORD_BYTES:
         raise ValueError("it is gone or too large")
-    facts = unseal(data, _KIND, remote.store_key)
+    facts = decode_signed_json(data, _KIND, remote.store_key)
     keys, namespace = facts.get("keys"), facts.get("namespace")
     if facts.get("name") != name or not _are_texts(keys) or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
-    return Record(name, tuple(keys or ()), namespace)
+    return Tombstone(name, tuple(keys or ()), namespace)
 
 
 def _are_texts(keys: object) -> bool:

@@ -39,18 +39,18 @@ Capacity = int | Literal["auto"] | None
 # not starve each other: each sees what the other holds as taken.
 AUTO_SHARE = 0.5
 
-LOOK_SHARE = 1 / 16  # of the budget: after that many bytes written here, look at what others wrote
-LOOK_INTERVAL_S = 1.0  # and before an eviction, if the last look is older
+RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, look at what others wrote
+RESCAN_INTERVAL_S = 1.0  # and before an eviction, if the last look is older
 CLOCK_SLACK_S = 60.0  # an entry used later than that from now: a clock was set back
 _SETTLED_S = 2.0  # a folder that changed a moment ago may change again without showing it: file times are coarse
 
 
-class _Held(NamedTuple):
+class _TrackedEntry(NamedTuple):
     nbytes: int
     used_s: float
 
 
-class Room:
+class DiskEvictor:
     """Keeps the entries of the directory `root` within `capacity`; None is no limit, and nothing is noted then.
 
     `pinned` says which entries stay. `evicted` is told of each that left. Safe to share between threads.
@@ -66,7 +66,7 @@ class Room:
     ) -> None:
         self._root, self._capacity = root, capacity
         self._pinned, self._evicted = pinned, evicted
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[str, _TrackedEntry] = OrderedDict()  # least recently used first
         self._used_bytes = 0
         self._kept_bytes = 0  # held at most, less what was deleted on purpose: "auto" takes none of it away
         self._listed_ns: dict[str, int] = {}  # by folder, when it had changed last as it was listed
@@ -78,44 +78,44 @@ class Room:
         self._put_lock = threading.Lock()  # one entry at a time, so that two do not take the same room
 
     @contextmanager
-    def for_entry(self, key: str, nbytes: int) -> Iterator[None]:
+    def reserve(self, key: str, nbytes: int) -> Iterator[None]:
         """Make room for one entry, then let the caller write it. Raises StoreFullError when there cannot be any."""
         if self._capacity is None:
             yield
             return
         with self._put_lock:
-            self._make(key, nbytes)
+            self._evict_for(key, nbytes)
             yield
             with self._lock:
-                self._hold(key, nbytes, self._now_s())
+                self._track(key, nbytes, self._now_s())
                 self._unseen_bytes += nbytes
 
-    def used(self, key: str, nbytes: Callable[[], int] | None = None) -> None:
+    def record_use(self, key: str, nbytes: Callable[[], int] | None = None) -> None:
         """Note a use of an entry. One that is new here is held if `nbytes` can be asked for its size."""
         if self._capacity is not None:
             with self._lock:
                 if key in self._held:
-                    self._hold(key, self._held[key].nbytes, self._now_s())
+                    self._track(key, self._held[key].nbytes, self._now_s())
                 elif nbytes is not None:
-                    self._hold(key, nbytes(), self._now_s())
+                    self._track(key, nbytes(), self._now_s())
 
-    def gone(self, key: str) -> None:
+    def record_delete(self, key: str) -> None:
         """Note that an entry was deleted."""
         with self._lock:
-            self._kept_bytes -= self._drop(key)
+            self._kept_bytes -= self._untrack(key)
 
-    def changed(self) -> None:
+    def invalidate(self) -> None:
         """Note that entries were set aside, or removed by the dozen: the next `put` looks."""
         self._looked_s = None
 
     # -- the table; callers hold its lock
 
-    def _hold(self, key: str, nbytes: int, used_s: float) -> None:
-        self._drop(key)
-        self._held[key] = _Held(nbytes, used_s)
+    def _track(self, key: str, nbytes: int, used_s: float) -> None:
+        self._untrack(key)
+        self._held[key] = _TrackedEntry(nbytes, used_s)
         self._used_bytes += nbytes
 
-    def _drop(self, key: str) -> int:
+    def _untrack(self, key: str) -> int:
         """Hold an entry no longer; the bytes that it held."""
         held = self._held.pop(key, None)
         nbytes = held.nbytes if held is not None else 0
@@ -129,28 +129,28 @@ class Room:
 
     # -- making room
 
-    def _make(self, key: str, nbytes: int) -> None:
-        is_fresh = self._looked_s is None or self._unseen_bytes >= self._limit() * LOOK_SHARE
+    def _evict_for(self, key: str, nbytes: int) -> None:
+        is_fresh = self._looked_s is None or self._unseen_bytes >= self._limit() * RESCAN_SHARE
         if is_fresh:
-            self._look()
+            self._rescan()
         limit = self._limit()  # it holds for this entry: what leaves to make room does not lower it
         if nbytes > limit:
             raise StoreFullError(
                 f"chunk {key} needs {format_bytes(nbytes)}, the disk budget of {self._root} is "
-                f"{format_bytes(int(limit))} in all{self._why()}; raise disk_gib"
+                f"{format_bytes(int(limit))} in all{self._full_reason()}; raise disk_gib"
             )
         while (excess_bytes := self._excess(key, nbytes, limit)) > 0:
-            is_old = time.monotonic() - (self._looked_s or 0.0) > LOOK_INTERVAL_S
-            leaving = None if is_old and not is_fresh else self._choose(key, excess_bytes)
+            is_old = time.monotonic() - (self._looked_s or 0.0) > RESCAN_INTERVAL_S
+            leaving = None if is_old and not is_fresh else self._choose_victims(key, excess_bytes)
             if leaving is not None:
                 self._remove(leaving)
             elif not is_fresh:
-                self._look()
+                self._rescan()
                 is_fresh, limit = True, self._limit()
             else:
                 raise StoreFullError(
                     f"chunk {key} needs {format_bytes(nbytes)}, pinned entries leave no room for it in {self._root}; "
-                    f"unpin a document (ragblend unpin DOC), or raise disk_gib{self._why()}"
+                    f"unpin a document (ragblend unpin DOC), or raise disk_gib{self._full_reason()}"
                 )
 
     def _limit(self) -> float:
@@ -163,7 +163,7 @@ class Room:
             self._kept_bytes = max(self._kept_bytes, held_bytes)
             return max(self._kept_bytes, auto_limit(self._root, held_bytes))
 
-    def _why(self) -> str:
+    def _full_reason(self) -> str:
         return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
 
     def _excess(self, key: str, nbytes: int, limit: float) -> float:
@@ -172,7 +172,7 @@ class Room:
             own_bytes = self._held[key].nbytes if key in self._held else 0
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
 
-    def _choose(self, key: str, excess_bytes: float) -> list[str] | None:
+    def _choose_victims(self, key: str, excess_bytes: float) -> list[str] | None:
         """Entries to remove, first to leave first; None when pinned ones leave no room."""
         spared = {*self._pinned(), key}
         with self._lock:
@@ -192,19 +192,19 @@ class Room:
             try:
                 used_s = path.stat().st_mtime
             except FileNotFoundError:
-                self.gone(key)
-                self._look()
+                self.record_delete(key)
+                self._rescan()
                 return
             with self._lock:
                 held = self._held.get(key)
                 if held is not None and used_s > held.used_s:
-                    self._hold(key, held.nbytes, used_s)
+                    self._track(key, held.nbytes, used_s)
                     return
             self._mark()
             if unlink(path):
                 self._evicted(key)
             with self._lock:
-                self._drop(key)
+                self._untrack(key)
 
     def _mark(self) -> None:
         """Say, before an entry leaves, that some do."""
@@ -215,7 +215,7 @@ class Room:
 
     # -- looking at the directory
 
-    def _look(self) -> None:
+    def _rescan(self) -> None:
         """Bring the table up to what the directory holds."""
         now_s, found, kept = time.time(), dict[str, os.stat_result](), set[str]()
         for folder in _folders(self._root):
@@ -232,10 +232,10 @@ class Room:
             self._listed_ns[folder.name] = changed_ns if is_settled else -1
         with self._lock:
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
-                self._kept_bytes -= self._drop(key)
+                self._kept_bytes -= self._untrack(key)
             new = [key for key in found if key not in self._held]
             for key in new:
-                self._hold(key, found[key].st_size, min(found[key].st_mtime, now_s))
+                self._track(key, found[key].st_size, min(found[key].st_mtime, now_s))
             if new:
                 self._held = OrderedDict(sorted(self._held.items(), key=lambda item: (item[1].used_s, item[0])))
             self._unseen_bytes = 0

@@ -18,16 +18,16 @@ from ragblend.engine.store.signing import UNSIGNED, StoreKey
 CHECKSUM, SIGNATURE = "xxh3_128", "signature"
 
 
-def seal(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
+def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
     """`facts` as a JSON file. `kind` is sealed too: a file that belongs elsewhere is no good here.
 
     >>> unseal(seal({"document": "a.txt"}, "pin"), "pin")
     {'document': 'a.txt'}
     """
-    return _written(facts, kind, key.sign_note(kind, _plain(facts)) if key is not None else None)
+    return _written(facts, kind, key.sign_metadata(kind, _plain(facts)) if key is not None else None)
 
 
-def unseal(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
+def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
     """The facts in a file. Raises ValueError, with the reason, when these are not the bytes that were written, or when
     there is a key and it did not sign them."""
     try:
@@ -41,7 +41,7 @@ def unseal(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any
     except (TypeError, RecursionError) as error:
         raise ValueError(f"it is no such file ({error})") from error
     if key is not None and not hmac.compare_digest(
-        key.sign_note(kind, facts).encode(), str(signature).encode("utf-8", "surrogatepass")
+        key.sign_metadata(kind, facts).encode(), str(signature).encode("utf-8", "surrogatepass")
     ):
         raise ValueError(UNSIGNED)
     return facts

@@ -1,8 +1,8 @@
 """Hold an answer to a JSON schema, a regular expression or a grammar while it is decoded, by llguidance.
 
-`Grammars.compile` checks what was asked for, `CompiledGrammar.guide` makes what follows one answer: it masks the logits
-before a token is chosen, and names the tokens that can only be what comes next, which then need no step of their own.
-Knows tokenizers and logits. Knows nothing about prompts, tools or KV.
+`GrammarCompiler.compile` checks what was asked for, `CompiledGrammar.guide` makes what follows one answer: it masks the
+logits before a token is chosen, and names the tokens that can only be what comes next, which then need no step of their
+own. Knows tokenizers and logits. Knows nothing about prompts, tools or KV.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ragblend.prompt.segmenter import Segmenter
 
 # JSON as `json.dumps` writes it: what chat templates show models, and no blank space in which a small one gets lost.
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
-KEPT = 64
+MAX_CACHED_GRAMMARS = 64
 """Grammars of a model that are kept compiled."""
-KEPT_MASKS = 128
+MAX_CACHED_MASKS = 128
 """Masks that are kept unpacked, a byte for each word of the vocabulary."""
 FORGOTTEN_AFTER = 1000
 """Answers that share what was learnt of a grammar's words."""
@@ -33,7 +33,7 @@ Refused = Callable[[bytes, int, torch.device], Tensor]
 _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip install 'ragblend[structured]'"
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles `structured_outputs` for one model: a tokenizer, `vocab_size` logits, `stop_ids` that end an answer.
 
     Safe to share between threads.
@@ -44,16 +44,16 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
         # Masks come back (within a string nearly all are one), and to unpack one takes as long as to find it.
-        self._refused: Refused = lru_cache(KEPT_MASKS)(_refused)
+        self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
-    def compile(self, asked: Mapping[str, Any]) -> CompiledGrammar:
+    def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
         """The grammar of `structured_outputs`. Raises UsageError for a schema, an expression or a grammar that is none,
         and ImportError, with what to type, where llguidance is missing."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ImportError(_INSTALL) from error
-        ((kind, value),) = asked.items()
+        ((kind, value),) = request.items()
         try:
             key = f"{kind} {json.dumps(value)}"
         except (TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ class Grammars:
         compiled = CompiledGrammar(tokenizer, grammar, self._refused)
         with self._lock:
             self._compiled[key] = compiled
-            if len(self._compiled) > KEPT:
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
 
@@ -124,7 +124,7 @@ class Grammars:
                 raise ValueError("there is nothing to choose from")
             return LLMatcher.grammar_from_lark(f"start: {options}")
         if kind == "structural_tag":
-            return LLMatcher.grammar_from_lark(_Rules(self._literal).lark(_read(value)["format"]))
+            return LLMatcher.grammar_from_lark(_LarkBuilder(self._literal).lark(_read(value)["format"]))
         schema = {"type": "object"} if kind == "json_object" else _read(value)
         return LLMatcher.grammar_from_json_schema(_laid_out(schema))
 
@@ -172,7 +172,7 @@ class TokenGuide:
         self.ended = False
         self._matcher, self._refused = matcher, refused
 
-    def mask(self, logits: Tensor) -> Tensor:
+    def mask_logits(self, logits: Tensor) -> Tensor:
         """`logits` [vocabulary] with those of tokens that may not come next at minus infinity.
 
         Rows that a padded vocabulary has beyond the tokenizer's words are among those."""
@@ -180,11 +180,11 @@ class TokenGuide:
         self._check()
         return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
 
-    def follow(self, token: int, room: int) -> list[int]:
+    def accept_token(self, token: int, max_tokens: int) -> list[int]:
         """Take `token`; it, and behind it the tokens that are forced, up to `room` in all."""
         if not self._matcher.consume_token(token):
             self._check()
-        forced = self._matcher.compute_ff_tokens()[: room - 1] if room > 1 else []
+        forced = self._matcher.compute_ff_tokens()[: max_tokens - 1] if max_tokens > 1 else []
         if forced and not self._matcher.consume_tokens(forced):
             self._check()
         self.ended = self._matcher.is_stopped()
@@ -250,7 +250,7 @@ def _closed(schema: Any) -> Any:
     return found | ({"additionalProperties": False} if "properties" in found and alone else {})
 
 
-class _Rules:
+class _LarkBuilder:
     """A structural tag's format, in the words of vLLM and xgrammar, as rules of a Lark grammar."""
 
     def __init__(self, literal: Any) -> None:

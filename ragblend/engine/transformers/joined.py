@@ -15,51 +15,51 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from ragblend.engine.fusion.attention import PLAIN, Sight, attend_last, attend_rows
+from ragblend.engine.fusion.attention import PLAIN, AttentionParams, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.families import Latent
+from ragblend.engine.transformers.families import LatentAttention
 
 FEW_ROWS = range(6, 17)
 """Rows of which a CPU makes a float32 product sooner the other way round: measured, a third of the time less at 8. MKL
 repacks the weights for four rows and more, which pays from 16 or so; below six, it takes less time all the same."""
 
 
-class Place(NamedTuple):
+class SequenceRows(NamedTuple):
     """Where one prompt's rows are: among the rows that are run, and in the prompt."""
 
     span: slice
-    there: slice
+    prompt_span: slice
     rows: Tensor  # the same, positions [R]
     fused: FusedKV
 
 
-def place(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[Place, ...]:
+def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
     """The next `counts[i]` rows of each prompt in `fused`, side by side."""
     places, begin = [], 0
     for count, each in zip(counts, fused, strict=True):
         there = slice(each.length, each.length + count)
         rows = torch.arange(there.start, there.stop, device=device)
-        places.append(Place(slice(begin, begin + count), there, rows, each))
+        places.append(SequenceRows(slice(begin, begin + count), there, rows, each))
         begin += count
     return tuple(places)
 
 
-class JoinedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Writes each prompt's rows into its own KV, from where `attend_joined` takes them.
+class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Writes each prompt's rows into its own KV, from where `attend_batch` takes them.
 
     Of a model with a `latent`, that is what is written, and `attended` is what a layer's queries meet.
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
-        latent: Latent | None = None,
-        attended: Callable[[int, LayerKV], LayerKV] | None = None,
+        places: Sequence[SequenceRows],
+        latent: LatentAttention | None = None,
+        expand_kv: Callable[[int, LayerKV], LayerKV] | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._places = places
-        self._latent, self._attended = latent, attended
+        self._latent, self._expand_kv = latent, expand_kv
         self.kv: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, [1, H, end, D] each
 
     def update(
@@ -69,27 +69,27 @@ class JoinedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.kv = []
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
-            fresh = self._latent.held(fresh)
+            fresh = self._latent.to_stored(fresh)
         for span, there, _, fused in self._places:
             fused.write(layer_idx, there, fresh.keys[:, span], fresh.values[:, span])
             whole = LayerKV(fused.keys(layer_idx)[:, : there.stop], fused.values(layer_idx)[:, : there.stop])
-            if self._attended is not None:
-                whole = self._attended(layer_idx, whole)
+            if self._expand_kv is not None:
+                whole = self._expand_kv(layer_idx, whole)
             self.kv.append((whole.keys[None], whole.values[None]))
         return key_states, value_states
 
 
-class Joined(NamedTuple):
+class DecodeBatch(NamedTuple):
     """What attention has to know of the prompts: their rows, and their KV as the layer's cache has just written it."""
 
-    places: tuple[Place, ...]
-    cache: JoinedCache
+    sequences: tuple[SequenceRows, ...]
+    cache: BatchedDecodeCache
 
 
-def attend_joined(query: Tensor, joined: Joined, scale: float | None, sight: Sight = PLAIN) -> Tensor:
+def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, sight: AttentionParams = PLAIN) -> Tensor:
     """Causal attention of rows of several prompts, each over its own prompt's KV: [1, Hq, R, D], as `query` is."""
     outputs = []
-    for each, (keys, values) in zip(joined.places, joined.cache.kv, strict=True):
+    for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
         part = query[:, :, each.span]
         if part.shape[2] == 1:
             outputs.append(attend_last(part, keys, values, scale, sight))
@@ -98,7 +98,7 @@ def attend_joined(query: Tensor, joined: Joined, scale: float | None, sight: Sig
     return torch.cat(outputs, dim=2)
 
 
-class FewRows(TorchFunctionMode):
+class SmallBatchMatmul(TorchFunctionMode):
     """Inside, products of FEW_ROWS rows with a weight matrix are made the quicker way; the same up to float noise."""
 
     def __torch_function__(

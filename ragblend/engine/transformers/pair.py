@@ -17,14 +17,14 @@ from torch import Tensor
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.transformers.adapters import adapters_of, unwrapped
-from ragblend.engine.transformers.model import LoadedModel, architecture, model_fingerprint, refuse_split
+from ragblend.engine.transformers.model import LoadedModel, architecture, model_fingerprint, reject_split_model
 from ragblend.errors import RagblendError, UsageError
 from ragblend.options import ModelOptions
 
 _PIECE = 1 << 26  # bytes of a tensor that are digested at a time
 
 
-def checked_pair(model: object) -> tuple[Any, Any]:
+def validate_loaded_model(model: object) -> tuple[Any, Any]:
     """`model`, which is no name; raises UsageError unless it is a loaded model with its tokenizer."""
     if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
         model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
@@ -36,19 +36,19 @@ def checked_pair(model: object) -> tuple[Any, Any]:
     )
 
 
-def take_pair(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
+def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
     """What `load_model` returns, of a model that is loaded already. It stays where it is, in the dtype it has.
 
     Raises UsageError for options of loading, and for a model that is spread over several devices.
     """
     model, tokenizer = unwrapped(pair[0]), pair[1]
     name = pair_name(pair)
-    if options.changed:
+    if options.non_defaults:
         raise UsageError(
-            f"{', '.join(options.changed)} cannot be set for a model that is loaded already; give it to "
+            f"{', '.join(options.non_defaults)} cannot be set for a model that is loaded already; give it to "
             f"from_pretrained, or let ragblend load: model={name!r}"
         )
-    refuse_split(model, name)
+    reject_split_model(model, name)
     path = _directory(model)
     return LoadedModel(model, tokenizer, name, path, pair_fingerprint(model))
 

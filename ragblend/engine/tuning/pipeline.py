@@ -1,8 +1,8 @@
 """Which ratio hides behind loading, and where reuse does not pay.
 
 The loading controller of CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes
-and a tier's throughput. Read `decide` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models,
-stores or frameworks. `ragblend profile` measures a MachineProfile.
+and a tier's throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on
+models, stores or frameworks. `ragblend profile` measures a MachineProfile.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class MachineProfile:
             )
         for name, speed in self.bytes_per_s.items():
             check_speed(name, speed)
-        object.__setattr__(self, "prefill_s", ascending(self.prefill_s))
-        object.__setattr__(self, "shares", ascending(self.shares))
+        object.__setattr__(self, "prefill_s", make_monotone(self.prefill_s))
+        object.__setattr__(self, "shares", make_monotone(self.shares))
 
     def full_s(self, num_tokens: float) -> float:
         """Seconds of full prefill; beyond the longest measured prompt at the slope of the last two."""
@@ -76,14 +76,16 @@ class MachineProfile:
         """Whether loading runs beside computing. vLLM's workers on several ranks read everything first."""
         return int(self.hardware.get("ranks") or 1) == 1
 
-    def blend_s(self, load_s: float, compute_s: float, asks_first: bool = False) -> float:
+    def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
         """Seconds of both, loading and computing. `asks_first`: by a rule that first asks in most layers."""
-        hides = self.overlaps and not asks_first
+        hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
-    def hiding_s(self, load_s: float, asks_first: bool = False) -> float:
+    def hiding_s(self, load_s: float, probes_before_selection: bool = False) -> float:
         """Seconds of computing that loading hides: with more of it, both would take longer than loading alone."""
-        return load_s - waiting_s(load_s, self.num_layers) if self.overlaps and not asks_first else 0.0
+        return (
+            load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as JSON values, its version first."""
@@ -111,7 +113,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
         raise UsageError(f"this is no machine profile ({error!r}); measure again: ragblend profile") from error
 
 
-def ascending(points: Iterable[tuple[float, float]]) -> Curve:
+def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
     """Points in order of x, one for each, as high as those before it at least.
 
     >>> ascending([(2, 5.0), (1, 3.0), (3, 4.0)])
@@ -133,7 +135,7 @@ def interpolate(curve: Curve, x: float) -> float:
     return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
 
 
-def last_within(curve: Curve, y: float) -> float:
+def largest_x_within(curve: Curve, y: float) -> float:
     """The largest x of the curve at which it is not above `y`; its first x where it always is.
 
     >>> last_within(LINEAR, 0.4), last_within(((0.0, 0.1), (0.5, 0.6), (1.0, 1.1)), 0.05), last_within(LINEAR, 7)
@@ -150,7 +152,7 @@ def last_within(curve: Curve, y: float) -> float:
 # -- one request
 
 
-def choose_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
+def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
     """The larger of `r_star` and the ratio whose recompute takes as long as loading, so that it is hidden behind it.
 
     r_star: the least ratio that answers well. `load_s` and `prefill_s` are both per layer, or both of all layers. The
@@ -163,7 +165,7 @@ def choose_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve =
         raise UsageError(f"r_star is {r_star}; choose 0 to 1")
     if load_s < 0 or prefill_s <= 0:
         raise UsageError(f"loading takes {load_s} s and prefill {prefill_s} s; neither can be")
-    return min(1.0, max(r_star, last_within(shares, load_s / prefill_s)))
+    return min(1.0, max(r_star, largest_x_within(shares, load_s / prefill_s)))
 
 
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
@@ -175,10 +177,10 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)
     """
-    return max(load_s, compute_s + waiting_s(load_s, num_layers))
+    return max(load_s, compute_s + exposed_load_s(load_s, num_layers))
 
 
-def waiting_s(load_s: float, num_layers: int) -> float:
+def exposed_load_s(load_s: float, num_layers: int) -> float:
     """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
 
     >>> waiting_s(8.0, num_layers=4), waiting_s(8.0, num_layers=1)
@@ -187,24 +189,25 @@ def waiting_s(load_s: float, num_layers: int) -> float:
     return load_s / num_layers if num_layers > 1 else 0.0
 
 
-class Decision(NamedTuple):
-    """What to do with one request, and the seconds it rests on. `refused`: why nothing is reused, "" if it is."""
+class ReuseDecision(NamedTuple):
+    """What to do with one request, and the seconds it rests on. `fallback_reason`: why nothing is reused, "" if it
+    is."""
 
     ratio: float
-    refused: str
+    fallback_reason: str
     load_s: float
     recompute_s: float
     full_s: float
 
 
-def decide(
+def decide_reuse(
     profile: MachineProfile,
     r_star: float,
     num_tokens: int,
     num_stored: int,
     load_bytes: Mapping[str, int],
-    asks_first: bool = False,
-) -> Decision:
+    probes_before_selection: bool = False,
+) -> ReuseDecision:
     """The ratio for a prompt of `num_tokens`, `num_stored` of them stored, or why full prefill is the faster way.
 
     load_bytes: what has to be read from each tier, by its name. A tier that was not measured counts as instant: then
@@ -213,18 +216,18 @@ def decide(
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_s(num_tokens)
-    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), asks_first)
+    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), probes_before_selection)
     if num_stored and least_s >= full_s:
         refused = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
             f"{least_s:.3g} s in all"
         )
-        return Decision(1.0, refused, load_s, full_s, full_s)
+        return ReuseDecision(1.0, refused, load_s, full_s, full_s)
     # Fresh tokens are computed in any case: what is left of the time to load is for recomputing stored ones.
     share = num_stored / max(1, num_tokens)
-    hidden_s = max(0.0, profile.hiding_s(load_s, asks_first) - full_s * (1.0 - share))
-    ratio = choose_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
-    return Decision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
+    hidden_s = max(0.0, profile.hiding_s(load_s, probes_before_selection) - full_s * (1.0 - share))
+    ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
+    return ReuseDecision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:

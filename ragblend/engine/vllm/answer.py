@@ -1,6 +1,6 @@
 """What both vLLM engines share: a prompt to token ids and parameters, tokens back to text and a report.
 
-`VllmBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
+`VllmEngineBase` is the Engine without a way to reach vLLM; `client` (over HTTP) and `engine` (in this process) add
 that. Text is cut into ids and put together again here, never by vLLM, so every engine answers the same characters.
 
 Knows segments, reports and the connector's parameters. Knows neither HTTP nor vLLM.
@@ -20,7 +20,7 @@ from typing import Any, Unpack
 from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.base import EngineBase
 from ragblend.engine.decoding import StopScanner
-from ragblend.engine.fusion.lookup import ALONE, Behind
+from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import (
     BlendReport,
@@ -30,7 +30,7 @@ from ragblend.engine.report import (
     Mode,
     RatioChoice,
 )
-from ragblend.engine.shadow import runs_alike
+from ragblend.engine.shadow import same_tokens
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import PARAMS_KEY, BlendParams
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
@@ -60,7 +60,7 @@ class VllmRequest:
 
 
 @dataclass(slots=True)
-class Delta:
+class OutputDelta:
     """What came from vLLM in one step. `finish_reason` is set on the last; `report` where the connector sent one."""
 
     token_ids: Sequence[int] = ()
@@ -70,7 +70,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Facts:
+class ServedModelInfo:
     """What an engine must know of its model. `stop_ids` end an answer and are no part of it."""
 
     name: str
@@ -87,13 +87,13 @@ class VllmStream:
     When the engine is closed it ends, at the next token, with what there is: "cancelled", and no error.
     """
 
-    def __init__(self, engine: VllmBase, request: VllmRequest) -> None:
+    def __init__(self, engine: VllmEngineBase, request: VllmRequest) -> None:
         self._engine = engine
         self._request = request
         self._start_s = perf_counter()
         self._pieces = self._run()
         params = request.params
-        report = BlendReport(params.told_as, params.rule, _number(params.ratio))
+        report = BlendReport(params.reported_mode, params.rule, _number(params.ratio))
         report.prompt_tokens = request.prompt.num_tokens
         report.chunks = [ChunkReport(_source(chunk), chunk.num_tokens, hit=False) for chunk in _chunks(request)]
         report.num_chunks = len(report.chunks)
@@ -123,7 +123,7 @@ class VllmStream:
                         report.ttft_s = perf_counter() - self._start_s
                         start_s = perf_counter()
                     if delta.report is not None:
-                        _take_over(report, delta.report)
+                        _merge_connector_report(report, delta.report)
                         _fill_cached(report, request, delta.num_cached_tokens)
                         reported = True
                     shown = ""
@@ -146,7 +146,7 @@ class VllmStream:
                 yield rest
             result.finish_reason = _finish_reason("stop" if scanner.stopped else finished)
             if reported and request.params.mode in ("blend", "reuse") and not report.refused_reason:
-                self._engine.notices.answered(request.prompt, [chunk.hit for chunk in report.chunks])
+                self._engine.notices.record_lookup(request.prompt, [chunk.hit for chunk in report.chunks])
         finally:
             report.decode_s = perf_counter() - start_s
             report.completion_tokens = len(result.token_ids)
@@ -154,7 +154,7 @@ class VllmStream:
                 self._engine.backfill(request, report)
                 self._engine.consider_shadow(request, result)
 
-    def _until_closed(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+    def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """`deltas` up to the moment when the engine is closed."""
         with suppress(EngineClosedError):
             for delta in deltas:
@@ -163,7 +163,7 @@ class VllmStream:
                 yield delta
 
 
-class VllmBase(EngineBase):
+class VllmEngineBase(EngineBase):
     """The Engine protocol over a vLLM that runs the ragblend connector. Safe to share between threads.
 
     A missing chunk is sent to be precomputed alone, in the background, unless `on_miss` is "inline". Conversations are
@@ -172,14 +172,14 @@ class VllmBase(EngineBase):
 
     blends = True  # False: an ordinary vLLM, which prefills everything
 
-    def __init__(self, segmenter: Segmenter, store: KVStore, facts: Facts, **options: Any) -> None:
+    def __init__(self, segmenter: Segmenter, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
         self.facts = facts
         super().__init__(
             segmenter, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
         )
 
     @abstractmethod
-    def deltas(self, request: VllmRequest) -> Generator[Delta]:
+    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Send `request`; what comes back, as it comes. Closing the generator aborts the request."""
 
     @property
@@ -196,8 +196,8 @@ class VllmBase(EngineBase):
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """`precompute` of each, several on their way at once; those to be computed behind others last."""
-        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.behind]
-        first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.behind)]
+        behind = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
+        first = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
         with ThreadPoolExecutor(INGEST_AT_ONCE, thread_name_prefix="ragblend-ingest") as pool:
             try:
                 yield from pool.map(self.precompute, first)
@@ -210,13 +210,13 @@ class VllmBase(EngineBase):
 
         A hint: what goes wrong costs speed and is told in the log. Returns without waiting for it.
         """
-        self.bring_closer(self.keys_ahead(chunks))
+        self.prefetch_keys(self.likely_keys(chunks))
 
     @abstractmethod
-    def bring_closer(self, keys: list[str]) -> None:
+    def prefetch_keys(self, keys: list[str]) -> None:
         """Tell the workers to prefetch `keys`."""
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: Behind = ALONE) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
         """`precompute` of a chunk that is token ids already, behind what is."""
         key = self.key_of(token_ids, behind)
         if not token_ids or self.store.contains(key):
@@ -238,10 +238,10 @@ class VllmBase(EngineBase):
             )
         return len(token_ids) * self.bytes_per_token
 
-    def _ingestion(self, token_ids: tuple[int, ...], behind: Behind) -> TokenizedPrompt:
+    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> TokenizedPrompt:
         """What vLLM is sent to compute a version of a chunk: the chunks that it is to be behind are chunks, too."""
-        behind.check()
-        num_joint = len(self.segmenter.joint_ids)
+        behind.validate()
+        num_joint = len(self.segmenter.delimiter_ids)
         pieces: list[tuple[SegmentKind, tuple[int, ...]]] = [("prefix", self.default_prefix_ids)]
         for part in behind.parts:
             split = len(part) - num_joint
@@ -277,17 +277,27 @@ class VllmBase(EngineBase):
         A `recompute_ratio` of None or "auto" becomes a number where the store is: in the connector.
         Raises PromptTooLongError beyond the model's context, UsageError for bad values.
         """
-        asked = GenerationOptions(**options)
-        if asked.logprobs:
+        generation_options = GenerationOptions(**options)
+        if generation_options.logprobs:
             raise UsageError("logprobs are given by backend='transformers' alone; leave them out for vLLM")
-        find_rule(asked.rule)
-        self._check_prompt(prompt, asked.stops)
+        find_rule(generation_options.rule)
+        self._check_prompt(prompt, generation_options.stops)
         tokenized = self.segmenter.tokenize(prompt)
         self._check_length(tokenized.num_tokens + 1, "prompt")
         return VllmRequest(
             tokenized,
-            blend_params(tokenized, asked.mode, asked.rule, asked.recompute_ratio, self.namespace, asked.seed or 0),
-            replace(asked, max_tokens=min(asked.max_tokens, self.context_length - tokenized.num_tokens)),
+            blend_params(
+                tokenized,
+                generation_options.mode,
+                generation_options.rule,
+                generation_options.recompute_ratio,
+                self.namespace,
+                generation_options.seed or 0,
+            ),
+            replace(
+                generation_options,
+                max_tokens=min(generation_options.max_tokens, self.context_length - tokenized.num_tokens),
+            ),
         )
 
     def backfill(self, request: VllmRequest, report: BlendReport) -> None:
@@ -295,7 +305,7 @@ class VllmBase(EngineBase):
         if request.params.mode not in ("blend", "reuse"):
             return
         chunks = zip(_chunks(request), report.chunks, strict=True)
-        self._store_later(segment for segment, chunk in chunks if not chunk.hit)
+        self._queue_backfill(segment for segment, chunk in chunks if not chunk.hit)
 
     def consider_shadow(self, request: VllmRequest, answer: Generation) -> None:
         """Have full prefill run beside `request`, if it is chosen. Greedy and complete answers only: vLLM hands out
@@ -308,10 +318,10 @@ class VllmBase(EngineBase):
             prompt = self.segmenter.as_sent(request.prompt)
             full = blend_params(prompt, "full", params.rule, params.ratio, params.namespace, params.seed)
             stream = VllmStream(self, replace(request, prompt=prompt, params=full))
-            same = runs_alike(stream, answer)
+            same = same_tokens(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
-        self._shadow.consider(compare, answer.report)
+        self._shadow.submit(compare, answer.report)
 
 
 def sampling(options: GenerationOptions) -> dict[str, Any]:
@@ -371,12 +381,12 @@ def _fill_cached(report: BlendReport, request: VllmRequest, num_cached_tokens: i
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
 
 
-def _take_over(report: BlendReport, told: BlendReport) -> None:
+def _merge_connector_report(report: BlendReport, connector_report: BlendReport) -> None:
     """What the connector tells; what only this side knows (sources, times seen from here) stays."""
     for name in {each.name for each in fields(BlendReport)} - _OWN:
-        setattr(report, name, getattr(told, name))
-    if len(told.chunks) == len(report.chunks):
-        pairs = zip(report.chunks, told.chunks, strict=True)
+        setattr(report, name, getattr(connector_report, name))
+    if len(connector_report.chunks) == len(report.chunks):
+        pairs = zip(report.chunks, connector_report.chunks, strict=True)
         report.chunks = [replace(theirs, source=mine.source, num_tokens=mine.num_tokens) for mine, theirs in pairs]
-    if told.failed:
-        log.warning("the prompt was prefilled in full: %s", told.refused_reason)
+    if connector_report.failed:
+        log.warning("the prompt was prefilled in full: %s", connector_report.refused_reason)

@@ -20,20 +20,20 @@ _LIST_SHARE = 0.05  # of a thread's time, to list the disk's files
 _LIST_EVERY_S = 2.0  # at most that often
 
 
-class RequestCounts:
+class RequestMetrics:
     """What the scheduler's half counts: `counts` by name, and what it observed of single requests."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.observed: dict[str, list[float]] = {}
         self._queue = 0
-        self._told_queue = 0
+        self._reported_queue = 0
 
     def add(self, **counts: float) -> None:
         """Add to the named counters."""
         self.counts.update(counts)
 
-    def filled(self, report: BlendReport, *, observed: bool) -> None:
+    def record_filled(self, report: BlendReport, *, observed: bool) -> None:
         """A request's context is filled, as its report says; `observed`, it is one for the histograms."""
         self.add(
             refused_requests=bool(report.refused_reason),
@@ -46,11 +46,11 @@ class RequestCounts:
         for name in ("load", "fuse", "stall") if observed and not report.refused_reason else ():
             self._observe(f"request_{name}_seconds", getattr(report, f"{name}_s"))
 
-    def first_token(self, mode: str, arrival_s: float) -> None:
+    def record_first_token(self, mode: str, arrival_s: float) -> None:
         """The first token is there of a request that arrived at `arrival_s`, since the epoch."""
         self._observe(f"request_ttft_seconds{LABEL}{mode}", max(0.0, time.time() - arrival_s))
 
-    def queue(self, length: int) -> None:
+    def set_queue_length(self, length: int) -> None:
         """How many requests have a context that is still to be filled."""
         self._queue = length
 
@@ -60,14 +60,14 @@ class RequestCounts:
     def take(self) -> dict[str, float | list[float]]:
         """All of it since the last call."""
         taken: dict[str, float | list[float]] = {**self.counts, **self.observed}
-        if self._queue != self._told_queue:
-            taken["blend_queue"] = self._told_queue = self._queue
+        if self._queue != self._reported_queue:
+            taken["blend_queue"] = self._reported_queue = self._queue
         self.counts.clear()
         self.observed = {}
         return taken
 
 
-class TierWatch:
+class TierMetrics:
     """What the memory and the disk tier of this process did since the last look, and how much they hold.
 
     The disk's files are listed in a thread, because the engine's steps wait for this one. `shows_bytes`: of several
@@ -81,7 +81,7 @@ class TierWatch:
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
         self._nbytes: dict[str, int] = {}
-        self._told_nbytes: dict[str, int] = {}
+        self._reported_nbytes: dict[str, int] = {}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
 
@@ -98,13 +98,15 @@ class TierWatch:
                 if count:
                     found[f"{series}{LABEL}{name}"] = count
         if self._shows_bytes:
-            self._look()
+            self._update_sizes()
             nbytes = dict(self._nbytes)
-            found |= {f"store_bytes{LABEL}{name}": n for name, n in nbytes.items() if self._told_nbytes.get(name) != n}
-            self._told_nbytes = nbytes
+            found |= {
+                f"store_bytes{LABEL}{name}": n for name, n in nbytes.items() if self._reported_nbytes.get(name) != n
+            }
+            self._reported_nbytes = nbytes
         return found
 
-    def _look(self) -> None:
+    def _update_sizes(self) -> None:
         for name, tier in self._tiers.items():
             if isinstance(tier, MemoryStore):
                 self._nbytes[name] = tier.nbytes()

@@ -15,7 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.tenants import Asking, ForbiddenError, Grant, Keys, asking, read_keys, stamped
+from ragblend.engine.vllm.tenants import (
+    ApiKeys,
+    AuthContext,
+    ForbiddenError,
+    Grant,
+    bind_namespace,
+    current_auth,
+    read_keys,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,27 +31,27 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def gate_of(app: Any) -> Gate | None:
+def gate_of(app: Any) -> AuthGate | None:
     """The gate of vLLM's application; None for a server without keys."""
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
-    return Gate(read_keys(path), app.state.engine_client) if path else None
+    return AuthGate(read_keys(path), app.state.engine_client) if path else None
 
 
-def granted() -> Grant | None:
+def current_grant() -> Grant | None:
     """What the key allows of the request that is being answered; None for a server without keys."""
-    found = asking.get()
+    found = current_auth.get()
     return found.grant if found is not None else None
 
 
-class Gate:
+class AuthGate:
     """Lets in who has a key, and to the engine what the key allows. `engine_client` is vLLM's, changed in place."""
 
-    def __init__(self, keys: Keys, engine_client: Any) -> None:
+    def __init__(self, keys: ApiKeys, engine_client: Any) -> None:
         self._keys = keys
         guard_engine(engine_client)
 
-    def enter(self, app: App) -> App:
+    def wrap_app(self, app: App) -> App:
         """`app` behind the gate."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,21 +61,21 @@ class Gate:
                 return
             grant = self._keys.grant_of(scope["headers"])
             if grant is None:
-                await _refuse(scope, send, 401, "send an API key: Authorization: Bearer KEY")
+                await _send_error(scope, send, 401, "send an API key: Authorization: Bearer KEY")
                 return
             try:
                 self._keys.check_route(grant, method, path)
                 if method == "POST":
-                    receive = await _judged(receive, grant)
+                    receive = await _validate_body(receive, grant)
             except ForbiddenError as error:
-                await _refuse(scope, send, 403, str(error))
+                await _send_error(scope, send, 403, str(error))
                 return
-            request = Asking(grant)
-            token = asking.set(request)
+            request = AuthContext(grant)
+            token = current_auth.set(request)
             try:
-                await app(scope, receive, _told(scope, send, request))
+                await app(scope, receive, _wrap_send(scope, send, request))
             finally:
-                asking.reset(token)
+                current_auth.reset(token)
 
         return guarded
 
@@ -79,29 +87,29 @@ def guard_engine(engine_client: Any) -> None:
     def stamped_generate(prompt: Any, sampling_params: Any, *rest: Any, **more: Any) -> Any:
         sampling_params = copy.copy(sampling_params)  # some of vLLM's callers share one among requests
         extra = dict(sampling_params.extra_args or {})
-        extra["kv_transfer_params"] = _stamped(extra.get("kv_transfer_params"))
+        extra["kv_transfer_params"] = _bind_params(extra.get("kv_transfer_params"))
         sampling_params.extra_args = extra
         return generate(prompt, sampling_params, *rest, **more)
 
     def guarded_encode(*given: Any, **more: Any) -> Any:
-        _stamped(None)  # nothing to stamp there: the engine keeps such a request to itself
+        _bind_params(None)  # nothing to stamp there: the engine keeps such a request to itself
         return encode(*given, **more)
 
     engine_client.generate, engine_client.encode = stamped_generate, guarded_encode
 
 
-def _stamped(given: object) -> dict[str, Any]:
-    request = asking.get()
+def _bind_params(transfer_params: object) -> dict[str, Any]:
+    request = current_auth.get()
     if request is None:
         raise ForbiddenError("this prompt came from no request with an API key")
     try:
-        return stamped(given, request.grant)
+        return bind_namespace(transfer_params, request.grant)
     except ForbiddenError as error:
-        request.refused = str(error)
+        request.rejection_reason = str(error)
         raise
 
 
-async def _judged(receive: Receive, grant: Grant) -> Receive:
+async def _validate_body(receive: Receive, grant: Grant) -> Receive:
     """`receive` again, after the body was read. Raises ForbiddenError for a namespace that is not the key's."""
     messages, body = [await receive()], bytearray()
     while messages[-1]["type"] == "http.request":
@@ -114,7 +122,7 @@ async def _judged(receive: Receive, grant: Grant) -> Receive:
         with suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
             values = json.loads(body)
         if isinstance(values, dict) and isinstance(values.get("kv_transfer_params"), dict):
-            stamped(values["kv_transfer_params"], grant)
+            bind_namespace(values["kv_transfer_params"], grant)
 
     async def again() -> MutableMapping[str, Any]:
         return messages.pop(0) if messages else await receive()
@@ -122,15 +130,15 @@ async def _judged(receive: Receive, grant: Grant) -> Receive:
     return again
 
 
-def _told(scope: Scope, send: Send, request: Asking) -> Send:
+def _wrap_send(scope: Scope, send: Send, request: AuthContext) -> Send:
     """`send`, that answers 403 in the place of whatever vLLM makes of a refusal at the engine's door."""
     has_begun, is_refused = False, False
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         nonlocal has_begun, is_refused
-        if request.refused and not has_begun and not is_refused:
+        if request.rejection_reason and not has_begun and not is_refused:
             is_refused = True
-            await _refuse(scope, send, 403, request.refused)
+            await _send_error(scope, send, 403, request.rejection_reason)
         has_begun = True
         if not is_refused:
             await send(message)
@@ -138,7 +146,7 @@ def _told(scope: Scope, send: Send, request: Asking) -> Send:
     return sending
 
 
-async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
+async def _send_error(scope: Scope, send: Send, status: int, reason: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})  # 403, before it is accepted
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import BLOCK_ROWS
 
 
-class Part(NamedTuple):
+class RequestRows(NamedTuple):
     """One request's rows of a piece."""
 
     owner: int  # which request
@@ -24,14 +24,14 @@ class Part(NamedTuple):
     places: Sequence[int]  # the same, on the host
 
 
-class Piece(NamedTuple):
+class AttentionCall(NamedTuple):
     """Rows that go through a layer in one call: over the paged cache, or with `parts` over what is at hand."""
 
     span: slice  # of the rows
     positions: Tensor  # [R] int64
     slots: Tensor | None = None  # [R] int64, places in the paged cache
     metadata: Any = None  # what the attention backend wants to know
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RequestRows, ...] = ()
 
 
 def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
@@ -56,7 +56,7 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
     return groups
 
 
-def read_by_runs(places: Sequence[int]) -> int:
+def kv_reads_per_run(places: Sequence[int]) -> int:
     """Tokens whose keys and values are read where every run of `places`, ascending, reads for itself.
 
     A long run is read for in tiles, as in attention kernels.
@@ -69,7 +69,7 @@ def read_by_runs(places: Sequence[int]) -> int:
     )
 
 
-def read_together(places: Sequence[int]) -> int:
+def kv_reads_shared(places: Sequence[int]) -> int:
     """Tokens whose keys and values are read where BLOCK_ROWS of the rows, ascending, share one reading.
 
     >>> read_together([9, 19, 20, 21])

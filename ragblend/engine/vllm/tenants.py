@@ -7,9 +7,9 @@
     rights = ["ask", "ingest"]         # admin: every route, and both of these
 
 Two places ask here. The HTTP side, before anything else sees the request: is there a key, and may it have this route?
-And the door to the engine, behind which nothing knows of keys: whatever way a request came, `stamped` puts the key's
-namespace on it, and refuses one that names another. The engine takes no request without that stamp. Knows HTTP's paths
-and headers; imports neither vLLM nor a web framework.
+And the door to the engine, behind which nothing knows of keys: whatever way a request came, `bind_namespace` puts the
+key's namespace on it, and refuses one that names another. The engine takes no request without that stamp. Knows HTTP's
+paths and headers; imports neither vLLM nor a web framework.
 """
 
 from __future__ import annotations
@@ -70,35 +70,35 @@ class Grant:
     namespace: str
     rights: frozenset[Right]
 
-    def may(self, right: Right) -> bool:
+    def has_right(self, right: Right) -> bool:
         """Whether the key has `right`."""
         return right in self.rights or "admin" in self.rights
 
-    def demand(self, right: Right, what: str) -> None:
+    def require_right(self, right: Right, what: str) -> None:
         """Raise ForbiddenError unless the key has `right`, which `what` needs."""
-        if not self.may(right):
+        if not self.has_right(right):
             has = ", ".join(sorted(self.rights)) or "none"
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
 
-    def owns(self, namespace: str | None) -> bool:
+    def can_access(self, namespace: str | None) -> bool:
         """Whether stored KV of `namespace` (None: not known) is this key's to ask about. An admin's is all."""
         return "admin" in self.rights or (namespace is not None and belongs_to(namespace, self.namespace))
 
 
 @dataclass(slots=True)
-class Asking:
+class AuthContext:
     """One HTTP request under way, and why it was refused at the engine's door, if it was."""
 
     grant: Grant
-    refused: str = ""
+    rejection_reason: str = ""
 
 
-asking: ContextVar[Asking | None] = ContextVar("ragblend_asking", default=None)
+current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_asking", default=None)
 """The request that this task works for. Set before vLLM sees it; tasks that vLLM starts for it inherit it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ApiKeys:
     """The keys of a server. Read once, when it starts: it is started again to take a key away."""
 
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
@@ -110,21 +110,21 @@ class Keys:
 
     def grant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Grant | None:
         """What the key allows that a request brings, as `Authorization: Bearer` or `x-api-key`; None: no such key."""
-        given = {name.lower(): value for name, value in headers}
-        scheme, _, token = given.get(b"authorization", b"").partition(b" ")
-        key = token.strip() if scheme.lower() == b"bearer" else given.get(b"x-api-key", b"")
+        header_values = {name.lower(): value for name, value in headers}
+        scheme, _, token = header_values.get(b"authorization", b"").partition(b" ")
+        key = token.strip() if scheme.lower() == b"bearer" else header_values.get(b"x-api-key", b"")
         return self.grants.get(hashlib.sha256(key).digest()) if key else None
 
     def check_route(self, grant: Grant, method: str, path: str) -> None:
         """Raise ForbiddenError where the key may not have the route. Routes that are not known here are an admin's."""
         if ("GET" if method == "HEAD" else method, path) in _ANY_KEY:
             return
-        if method == "POST" and path in _ENGINE and (grant.may("ask") or grant.may("ingest")):
+        if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
             return
-        grant.demand(_ROUTES.get(path, "admin") if method == "POST" else "admin", f"{method} {path}")
+        grant.require_right(_ROUTES.get(path, "admin") if method == "POST" else "admin", f"{method} {path}")
 
 
-def stamped(given: object, grant: Grant) -> dict[str, Any]:
+def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     """The `kv_transfer_params` that go to the engine for a request with `given` ones: the key's namespace on them.
 
     Raises ForbiddenError for another namespace, or where the key lacks the right. What is not for ragblend is dropped.
@@ -133,9 +133,9 @@ def stamped(given: object, grant: Grant) -> dict[str, Any]:
     >>> stamped({"ragblend": {"mode": "prefix"}}, acme)
     {'ragblend_tenant': 'acme', 'ragblend': {'mode': 'prefix', 'namespace': 'acme'}}
     """
-    own = given.get(PARAMS_KEY) if isinstance(given, Mapping) else None
+    own = transfer_params.get(PARAMS_KEY) if isinstance(transfer_params, Mapping) else None
     ingests = isinstance(own, Mapping) and own.get("mode") == "ingest"
-    grant.demand("ingest" if ingests else "ask", "mode 'ingest'" if ingests else "a prompt")
+    grant.require_right("ingest" if ingests else "ask", "mode 'ingest'" if ingests else "a prompt")
     sent: dict[str, Any] = {TENANT_KEY: grant.namespace}
     if own is None:
         return sent
@@ -150,7 +150,7 @@ def stamped(given: object, grant: Grant) -> dict[str, Any]:
     return {**sent, PARAMS_KEY: own}
 
 
-def read_keys(path: str | Path) -> Keys:
+def read_keys(path: str | Path) -> ApiKeys:
     """The keys file, TOML or JSON. Raises UsageError or NotFoundError, also where others may read it."""
     try:
         with os.fdopen(open_file(path), "rb") as stream:
@@ -174,7 +174,7 @@ def read_keys(path: str | Path) -> Keys:
         raise UsageError(f"the keys file {path} is neither TOML nor JSON") from None
 
 
-def parse_keys(values: object) -> Keys:
+def parse_keys(values: object) -> ApiKeys:
     """Keys from the file's contents. Raises UsageError, which quotes no key."""
     if not isinstance(values, dict) or not isinstance(values.get("keys"), dict) or not values["keys"]:
         raise UsageError('give it a table per key: [keys."KEY"], namespace = "NAME", rights = ["ask", "ingest"]')
@@ -190,7 +190,7 @@ def parse_keys(values: object) -> Keys:
         if digest in grants:
             raise UsageError(f"key {number} is there twice, once as its SHA-256")
         grants[digest] = _grant(facts, number)
-    return Keys(grants, frozenset(opened))
+    return ApiKeys(grants, frozenset(opened))
 
 
 def _digest_of(key: str, number: int) -> bytes:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.gate import Gate
+from ragblend.engine.vllm.gate import AuthGate
 from ragblend.engine.vllm.params import (
     MAX_SPANS,
     TENANT_KEY,
@@ -30,9 +30,9 @@ from ragblend.engine.vllm.params import (
     parse_params,
     salted_namespace,
 )
-from ragblend.engine.vllm.tenants import ForbiddenError, Grant, parse_keys, read_keys, stamped
+from ragblend.engine.vllm.tenants import ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
-from ragblend.operations.serve import ServeOptions, prepare
+from ragblend.operations.serve import ServeOptions, build_server_command
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}
@@ -110,7 +110,7 @@ def test_what_reaches_the_engine_has_the_keys_namespace_or_is_refused(named: Any
     grant = Grant("acme", rights)
     given = {"ragblend": {"mode": mode, "namespace": named}, TENANT_KEY: "globex", "do_remote_prefill": True}
     try:
-        sent = stamped(given, grant)
+        sent = bind_namespace(given, grant)
     except ForbiddenError:
         assert (named and named != "acme") or not rights & {"admin", "ingest" if mode == "ingest" else "ask"}
         return
@@ -119,9 +119,9 @@ def test_what_reaches_the_engine_has_the_keys_namespace_or_is_refused(named: Any
 
 def test_plain_prompts_are_stamped_too() -> None:
     for sent in (None, {}, "nonsense", {"do_remote_decode": True}):
-        assert stamped(sent, Grant("acme", frozenset({"ask"}))) == {TENANT_KEY: "acme"}
+        assert bind_namespace(sent, Grant("acme", frozenset({"ask"}))) == {TENANT_KEY: "acme"}
         with pytest.raises(ForbiddenError, match="'ask'"):
-            stamped(sent, Grant("acme", frozenset({"ingest"})))
+            bind_namespace(sent, Grant("acme", frozenset({"ingest"})))
 
 
 class Engine:
@@ -137,7 +137,7 @@ class Engine:
         self.seen.append(None)
 
 
-def asked(gate: Gate, engine: Engine, key: str, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+def asked(gate: AuthGate, engine: Engine, key: str, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
     """Status and body of an application that hands a body's `extra_args` to the engine, and makes errors a 500."""
     sent: list[Any] = []
     raw = json.dumps(body).encode()
@@ -172,13 +172,13 @@ def asked(gate: Gate, engine: Engine, key: str, path: str, body: Any, method: st
         call()
 
     scope = {"type": "http", "method": method, "path": path, "headers": bearer(key)}
-    asyncio.run(gate.enter(app)(scope, receive, send))
+    asyncio.run(gate.wrap_app(app)(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
 def test_the_gate_binds_what_any_body_hands_to_the_engine() -> None:
     engine = Engine()
-    gate = Gate(parse_keys({"keys": {KEY: FACTS}}), engine)
+    gate = AuthGate(parse_keys({"keys": {KEY: FACTS}}), engine)
     foreign = {"kv_transfer_params": {"ragblend": {"namespace": "globex"}}}
     for path in ("/v1/completions", "/invocations", "/inference/v1/generate"):
         status, body = asked(gate, engine, KEY, path, {"extra_args": foreign})  # in no place that is known
@@ -248,16 +248,16 @@ def test_serve_takes_a_keys_file_and_no_other_key(tmp_path: Path, monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
     options = {"settings": Settings(store=str(tmp_path / "kv")), "keys": path}
-    made = prepare(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+    made = build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
     transfer = json.loads(made.command[made.command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["keys"] == str(path)
-    assert KEY not in made.shown()
+    assert KEY not in made.display_command()
     with pytest.raises(UsageError, match="both"):
-        prepare(ServeOptions(**options, api_key="k"), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options, api_key="k"), check=False)  # type: ignore[arg-type]
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
     with pytest.raises(UsageError, match="RESPONSES"):
-        prepare(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
     monkeypatch.delenv("VLLM_ENABLE_RESPONSES_API_STORE")
     path.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
-        prepare(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]

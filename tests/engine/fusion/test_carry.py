@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import told_by
+from reference import fit_change_predictor
 from torch import Tensor
 
-from ragblend.engine.fusion.carry import LANDMARKS, LIMIT, Carrying, carrying, looked_at
+from ragblend.engine.fusion.carry import (
+    LANDMARKS,
+    MAX_DRIFT_RATIO,
+    DriftCorrection,
+    fit_drift_correction,
+    similarity_layer,
+)
 from ragblend.engine.store.kv import LayerKV
 
 HEADS, DIM = 4, 8
@@ -16,18 +22,18 @@ HEADS, DIM = 4, 8
 
 def carried(
     values: Tensor, chunks: Tensor, tells: Tensor, share: float = 1.0, ranks: list[slice] | None = None
-) -> list[Carrying]:
+) -> list[DriftCorrection]:
     """On every rank, of tokens at positions 10 and on, of which those that do not tell are kept."""
     rows, shares = torch.arange(10, 10 + len(tells)), torch.zeros(12 + len(tells))
     shares[rows[~tells]] = share
     slices, sums = ranks or [slice(None)], list[Tensor]()
     for heads in slices:  # what the ranks would sum
-        carrying(values[heads], rows, chunks, tells, shares, lambda own: sums.append(own) or own)
+        fit_drift_correction(values[heads], rows, chunks, tells, shares, lambda own: sums.append(own) or own)
     mean = torch.stack(sums).mean(0)
-    return [carrying(values[heads], rows, chunks, tells, shares, lambda _: mean) for heads in slices]
+    return [fit_drift_correction(values[heads], rows, chunks, tells, shares, lambda _: mean) for heads in slices]
 
 
-def change(told: Carrying, moved: Tensor) -> Tensor:
+def change(told: DriftCorrection, moved: Tensor) -> Tensor:
     """By how much every position's values move, [H, T, D], where the tellers' moved by `moved` [H, N, D]."""
     drift = told.drift(LayerKV(moved, moved), LayerKV(torch.zeros_like(moved), torch.zeros_like(moved)))
     return told.shares @ drift.values
@@ -45,7 +51,7 @@ def test_it_is_the_mean_of_the_process_that_the_reference_solves(tokens: int, te
     moved[:, 0] *= 100  # a chunk's first token
     number_of = {place: int(chunk_of[place]) for place in range(tokens)}
     who, kept = (flags.nonzero().flatten().tolist() for flags in (tells, ~tells))
-    expected = 0.8 * told_by(values.transpose(0, 1), number_of, who, kept)(moved.transpose(0, 1))
+    expected = 0.8 * fit_change_predictor(values.transpose(0, 1), number_of, who, kept)(moved.transpose(0, 1))
     found = change(told, moved)
     torch.testing.assert_close(found[:, 10:-2][:, ~tells], expected.transpose(0, 1), atol=1e-3, rtol=1e-3)
     assert not found[:, 10:-2][:, tells].any()
@@ -81,7 +87,7 @@ def test_one_token_that_moves_far_does_not_drag_the_others_along() -> None:
     dragged = moved.clone()
     dragged[:, 7] *= 1000
     limited = moved.clone()
-    limited[:, 7] *= LIMIT
+    limited[:, 7] *= MAX_DRIFT_RATIO
     torch.testing.assert_close(change(told, dragged), change(told, limited), atol=1e-4, rtol=1e-4)
 
 
@@ -112,4 +118,4 @@ def test_landmarks_bound_what_a_long_prompt_costs() -> None:
 
 
 def test_the_first_layer_is_never_the_one_looked_at() -> None:
-    assert [looked_at(count, count - 1) for count in (2, 3, 12, 32)] == [1, 1, 4, 12]
+    assert [similarity_layer(count, count - 1) for count in (2, 3, 12, 32)] == [1, 1, 4, 12]

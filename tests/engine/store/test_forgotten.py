@@ -14,7 +14,7 @@ from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import forgotten
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.forgotten import Heeded, Listener, tell
+from ragblend.engine.store.forgotten import AppliedTombstones, TombstoneWatcher, publish_tombstone
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.vllm.params import belongs_to
@@ -45,9 +45,9 @@ def remotes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remotes]
         server.kill()
 
 
-def replica(root: Path, remote: RemoteStore) -> tuple[DiskStore, Listener]:
+def replica(root: Path, remote: RemoteStore) -> tuple[DiskStore, TombstoneWatcher]:
     disk = DiskStore(root, fsync=False)
-    return disk, Listener(disk, remote, belongs_to)
+    return disk, TombstoneWatcher(disk, remote, belongs_to)
 
 
 def keys_of(*numbers: int) -> list[str]:
@@ -62,14 +62,14 @@ def test_every_replica_forgets_what_one_forgot_and_one_that_was_down_does_at_its
     for kv in KVS:
         up.put(kv)
         down.put(kv)
-    tell(remotes(), keys=keys_of(0, 1))
-    tell(remotes(), namespace="b")
-    up_hears.look()
+    publish_tombstone(remotes(), keys=keys_of(0, 1))
+    publish_tombstone(remotes(), namespace="b")
+    up_hears.poll()
     assert set(up.keys()) == set(keys_of(2, 4))
-    heeded = up_hears.take()
-    assert set(heeded.keys) == set(heeded.fresh_keys) == set(keys_of(0, 1, 3, 5))
+    heeded = up_hears.take_applied()
+    assert set(heeded.keys) == set(heeded.recent_keys) == set(keys_of(0, 1, 3, 5))
     assert heeded.namespaces == ("b",)
-    assert up_hears.take() == Heeded()
+    assert up_hears.take_applied() == AppliedTombstones()
     again, hears = replica(tmp_path / "down", remotes())
     hears.start()
     hears.stop()
@@ -79,27 +79,27 @@ def test_every_replica_forgets_what_one_forgot_and_one_that_was_down_does_at_its
 def test_each_record_is_heeded_once_so_that_what_is_stored_again_stays(remotes: Remotes, tmp_path: Path) -> None:
     disk, hears = replica(tmp_path / "one", remotes())
     disk.put(KVS[0])
-    tell(remotes(), keys=keys_of(0))
-    hears.look()
+    publish_tombstone(remotes(), keys=keys_of(0))
+    hears.poll()
     assert not disk.contains(*keys_of(0))
     disk.put(KVS[0])
-    hears.look()
+    hears.poll()
     _, restarted = replica(tmp_path / "one", remotes())
-    restarted.look()
+    restarted.poll()
     assert disk.contains(*keys_of(0))
-    assert restarted.num_heeded == 0
+    assert restarted.num_applied == 0
 
 
 def test_two_processes_over_one_disk_both_hear(remotes: Remotes, tmp_path: Path) -> None:
     """Each has memory and late writes of its own."""
     (_, one), (_, two) = (replica(tmp_path / "shared", remotes()) for _ in range(2))
     for each in (one, two):
-        each.look()
-    tell(remotes(), keys=keys_of(0))
+        each.poll()
+    publish_tombstone(remotes(), keys=keys_of(0))
     for each in (one, two):
-        each.look()
-        each.look()
-        assert each.take().keys == tuple(keys_of(0))
+        each.poll()
+        each.poll()
+        assert each.take_applied().keys == tuple(keys_of(0))
 
 
 def test_a_record_that_the_remote_tier_lost_is_put_back_by_who_heeded_it(tmp_path: Path) -> None:
@@ -111,15 +111,15 @@ def test_a_record_that_the_remote_tier_lost_is_put_back_by_who_heeded_it(tmp_pat
         _, hears = replica(tmp_path / "up", remote)
         down = DiskStore(tmp_path / "down", fsync=False)
         down.put(KVS[0])
-        tell(remote, keys=keys_of(0))
-        hears.look()
+        publish_tombstone(remote, keys=keys_of(0))
+        hears.poll()
         server.kill()
-        hears.look()  # costs nothing but a warning
+        hears.poll()  # costs nothing but a warning
         server.start()
-        assert remote.values.notes() == []
-        hears.look()
-        assert len(remote.values.notes()) == 1
-        replica(tmp_path / "down", remote)[1].look()
+        assert remote.values.list_metadata() == []
+        hears.poll()
+        assert len(remote.values.list_metadata()) == 1
+        replica(tmp_path / "down", remote)[1].poll()
         assert not down.contains(*keys_of(0))
         remote.close(timeout_s=1)
     finally:
@@ -129,23 +129,23 @@ def test_a_record_that_the_remote_tier_lost_is_put_back_by_who_heeded_it(tmp_pat
 def test_old_records_go_here_and_there(remotes: Remotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = remotes()
     disk, hears = replica(tmp_path / "one", remote)
-    tell(remote, keys=keys_of(0))
-    hears.look()
-    assert len(remote.values.notes()) == len(list((disk.root / "forgotten").iterdir())) == 1
+    publish_tombstone(remote, keys=keys_of(0))
+    hears.poll()
+    assert len(remote.values.list_metadata()) == len(list((disk.root / "forgotten").iterdir())) == 1
     monkeypatch.setattr(forgotten, "KEPT_S", -1.0)
-    hears.look()
-    assert (remote.values.notes(), list((disk.root / "forgotten").iterdir())) == ([], [])
+    hears.poll()
+    assert (remote.values.list_metadata(), list((disk.root / "forgotten").iterdir())) == ([], [])
 
 
 def test_what_was_told_before_this_process_began_is_not_deleted_from_the_remote_tier_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = RemoteStore(DictValues())
-    tell(remote, keys=keys_of(0))
+    publish_tombstone(remote, keys=keys_of(0))
     disk, hears = replica(tmp_path, remote)
     hears._born_s = time.time() + 2 * forgotten._FRESH_S
-    hears.look()
-    assert (hears.take().fresh_keys, hears.num_heeded) == ((), 1)
+    hears.poll()
+    assert (hears.take_applied().recent_keys, hears.num_applied) == ((), 1)
     assert list(disk.keys()) == []
 
 
@@ -153,10 +153,10 @@ def test_nobody_is_told_where_the_remote_tier_is_down(tmp_path: Path) -> None:
     values = DictValues()
     values.is_down = True
     with pytest.raises(BackendUnreachableError):
-        tell(RemoteStore(values), keys=["a"])
+        publish_tombstone(RemoteStore(values), keys=["a"])
     _, hears = replica(tmp_path, RemoteStore(values))
-    hears.look()
-    assert hears.num_heeded == 0
+    hears.poll()
+    assert hears.num_applied == 0
 
 
 @settings(deadline=None, max_examples=60)
@@ -169,15 +169,15 @@ def test_a_damaged_forged_or_foreign_record_makes_nobody_forget(
     remote = RemoteStore(values, store_key=key)
     disk = DiskStore(tmp_path_factory.mktemp("kv"), fsync=False, store_key=None)
     disk.put(KVS[0])
-    name = tell(remote, keys=keys_of(0)).name
+    name = publish_tombstone(remote, keys=keys_of(0)).name
     told = bytearray(values.noted[name])
     told[flip % len(told)] ^= 1
     values.noted[name] = bytes(told)
     values.noted["0" * 13 + "-" + "1" * 16] = data
     values.noted["../../escape"] = values.noted[f"{10**12}-{'a' * 16}"] = data
     unsigned = RemoteStore(values, store_key=None)
-    tell(unsigned, keys=keys_of(0))
-    Listener(disk, remote, belongs_to).look()
+    publish_tombstone(unsigned, keys=keys_of(0))
+    TombstoneWatcher(disk, remote, belongs_to).poll()
     assert disk.contains(*keys_of(0))
 
 
@@ -193,14 +193,14 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
     disk, hears = replica(tmp_path / "here", silent)
     try:
         disk.put(KVS[0])
-        tell(teller, keys=keys_of(0))
+        publish_tombstone(teller, keys=keys_of(0))
         proxy.mode = "hang"
         started_s = time.monotonic()
         hears.start()
         assert time.monotonic() - started_s < 60
         assert disk.contains(*keys_of(0))
         proxy.close()  # what hung breaks off
-        again = Listener(disk, teller, belongs_to)
+        again = TombstoneWatcher(disk, teller, belongs_to)
         again.start()
         assert not disk.contains(*keys_of(0))
         again.stop()

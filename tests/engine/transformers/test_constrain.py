@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from ragblend.engine.transformers.constrain import Grammars
+from ragblend.engine.transformers.constrain import GrammarCompiler
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.prompt.formats import prompt_format
@@ -127,9 +127,9 @@ def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
     guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.guide()  # type: ignore[union-attr]
     place, num_chosen = 0, 0
     while not guide.ended:
-        row = guide.mask(logits[len(prompt_ids) - 1 + place])
+        row = guide.mask_logits(logits[len(prompt_ids) - 1 + place])
         assert int(row.argmax()) == answer.token_ids[place]
-        taken = guide.follow(answer.token_ids[place], 400)
+        taken = guide.accept_token(answer.token_ids[place], 400)
         assert taken == answer.token_ids[place : place + len(taken)]
         place, num_chosen = place + len(taken), num_chosen + 1
     assert (place, num_chosen) == (len(answer.token_ids), len(steps) + 1)
@@ -147,19 +147,19 @@ def test_a_grammar_that_allows_everything_changes_nothing(engine: TransformersEn
 def test_rows_that_no_word_has_are_never_chosen(segmenter: Segmenter) -> None:
     num_words = segmenter.backend.get_vocab_size(with_added_tokens=True)  # type: ignore[union-attr]
     for size in (num_words, num_words + 1, num_words + 100):
-        guide = Grammars(segmenter, size, [2]).compile({"regex": "(.|\n)*"}).guide()
-        row = guide.mask(torch.zeros(size))
+        guide = GrammarCompiler(segmenter, size, [2]).compile({"regex": "(.|\n)*"}).guide()
+        row = guide.mask_logits(torch.zeros(size))
         assert torch.isinf(row[num_words:]).all()
         assert row[2] == 0  # the empty text is allowed, so it may end
         assert row[torch.isfinite(row)].eq(0).all()
 
 
 def test_every_token_that_ends_an_answer_may_end_it(segmenter: Segmenter) -> None:
-    guide = Grammars(segmenter, 300, [2, 5]).compile({"regex": "a*"}).guide()
-    row = guide.mask(torch.zeros(300))
+    guide = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a*"}).guide()
+    row = guide.mask_logits(torch.zeros(300))
     assert [row[token].item() for token in (2, 5)] == [0, 0]
-    strict = Grammars(segmenter, 300, [2, 5]).compile({"regex": "a+"}).guide()
-    assert torch.isinf(strict.mask(torch.zeros(300))[[2, 5]]).all()
+    strict = GrammarCompiler(segmenter, 300, [2, 5]).compile({"regex": "a+"}).guide()
+    assert torch.isinf(strict.mask_logits(torch.zeros(300))[[2, 5]]).all()
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_a_structural_tag_is_text_until_its_trigger_and_json_behind_it(
     guide = grammar.guide()  # type: ignore[union-attr]
     for piece in engine.segmenter.literal('the theory <call>\n{"name": '):
         for token in [piece] if isinstance(piece, int) else engine.segmenter.text_ids(piece):
-            assert guide.mask(torch.zeros(300))[token] == 0
-            guide.follow(token, 1)
-    row = guide.mask(torch.zeros(300))
+            assert guide.mask_logits(torch.zeros(300))[token] == 0
+            guide.accept_token(token, 1)
+    row = guide.mask_logits(torch.zeros(300))
     assert torch.isinf(row[engine.segmenter.text_ids("t")]).all()  # inside, only a string may follow
 
 

@@ -10,10 +10,10 @@ import torch
 from conftest import VOCABULARY
 from torch import nn
 
-from ragblend.engine.fusion.attention import Sight, attend_last, attend_rows
+from ragblend.engine.fusion.attention import AttentionParams, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.joined import FEW_ROWS, FewRows
+from ragblend.engine.transformers.joined import FEW_ROWS, SmallBatchMatmul
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.prompt import SegmentedPrompt
 
@@ -48,7 +48,7 @@ def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
     for step in range(3):
         # One token each, but for one prompt that gets some at once: what a grammar forces.
         ids = [[5 + step + number] * (4 if number == step else 1) for number in range(len(prompts))]
-        found = layers.run_joined(ids, ours)
+        found = layers.run_decode_batch(ids, ours)
         for each, tokens in zip(ours, ids, strict=True):
             each.length += len(tokens)
         expected = torch.stack([alone(layers, *each) for each in zip(ids, theirs, strict=True)])
@@ -84,7 +84,7 @@ def test_half_precision_is_as_near_to_exact_in_a_batch_as_alone(tiny_model: Call
         single = torch.stack(
             [alone(layers, one, prefilled(layers, each)) for one, each in zip(ids, prompts, strict=True)]
         )
-        joined = layers.run_joined(ids, [prefilled(layers, each) for each in prompts])
+        joined = layers.run_decode_batch(ids, [prefilled(layers, each) for each in prompts])
     assert (joined - wanted).square().mean() <= 1.2 * (single - wanted).square().mean()
 
 
@@ -97,7 +97,7 @@ def test_few_rows_times_a_matrix_are_what_they_were(num_rows: int, bias: bool) -
     linear, rows = nn.Linear(40, 30, bias=bias), torch.randn(1, num_rows, 40)
     with torch.inference_mode():
         expected = linear(rows)
-        with FewRows():
+        with SmallBatchMatmul():
             found = linear(rows)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -121,6 +121,6 @@ def test_the_last_row_attends_as_the_formula_says(
         scores = torch.cat((scores, sinks[:, None]), dim=1)
     weights = scores.softmax(-1)[:, :33]
     expected = (weights[:, None] @ values[0].repeat_interleave(4 // num_kv_heads, 0))[None]
-    sight = Sight(window, softcap, sinks)
+    sight = AttentionParams(window, softcap, sinks)
     torch.testing.assert_close(attend_last(query, keys, values, 0.3, sight), expected)
     torch.testing.assert_close(attend_rows(query, keys, values, torch.tensor([32]), 0.3, sight), expected)

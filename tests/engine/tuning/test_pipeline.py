@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from ragblend.engine.tuning.pipeline import (
     LINEAR,
     MachineProfile,
-    ascending,
-    choose_ratio,
-    decide,
+    decide_reuse,
     interpolate,
-    last_within,
+    largest_hidden_ratio,
+    largest_x_within,
     machine_profile_from,
+    make_monotone,
     pipelined_s,
 )
 from ragblend.errors import UsageError
-from ragblend.lab.plan import GB, Need, Storage, parse_storage, plan
+from ragblend.lab.plan import GB, Storage, WorkloadSpec, parse_storage, plan
 
 R_STAR = 0.15
 SLACK = 1 + 1e-9
@@ -44,7 +44,7 @@ def machine(**changes: Any) -> MachineProfile:
 def test_llama_7b_loads_slower_than_it_recomputes_so_more_is_recomputed_for_nothing() -> None:
     """Recompute takes 3 ms, loading 16 ms: 16 / 3 as many tokens hide behind it."""
     prefill_s = 0.003 / R_STAR
-    ratio = choose_ratio(R_STAR, load_s=0.016, prefill_s=prefill_s)
+    ratio = largest_hidden_ratio(R_STAR, load_s=0.016, prefill_s=prefill_s)
     assert ratio == pytest.approx(0.15 * 16 / 3)
     assert ratio * prefill_s == pytest.approx(0.016)
     assert pipelined_s(32 * 0.016, 32 * R_STAR * prefill_s, 32) == pytest.approx(32 * 0.016)
@@ -54,8 +54,8 @@ def test_llama_7b_loads_slower_than_it_recomputes_so_more_is_recomputed_for_noth
 def test_llama_70b_recomputes_slower_than_it_loads_so_the_least_ratio_stays() -> None:
     """Recompute takes 7 ms, loading 4 ms: less than 15 % would hide, and 15 % is what the answer needs."""
     prefill_s = 0.007 / R_STAR
-    assert last_within(LINEAR, 0.004 / prefill_s) == pytest.approx(0.15 * 4 / 7)
-    assert choose_ratio(R_STAR, load_s=0.004, prefill_s=prefill_s) == R_STAR
+    assert largest_x_within(LINEAR, 0.004 / prefill_s) == pytest.approx(0.15 * 4 / 7)
+    assert largest_hidden_ratio(R_STAR, load_s=0.004, prefill_s=prefill_s) == R_STAR
     assert pipelined_s(80 * 0.004, 80 * 0.007, 80) == pytest.approx(80 * 0.007 + 0.004)
 
 
@@ -72,7 +72,7 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(
         num_layers=num_layers, bytes_per_token=nbytes, prefill_s=((tokens, recompute_s / R_STAR * num_layers),)
     )
     devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
-    made = plan(profile, devices, Need(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
+    made = plan(profile, devices, WorkloadSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
     assert made.chosen == chosen
     slow = next(option for option in made.options if option.storage == "slow")
     assert slow.load_s == pytest.approx(load_s * num_layers)
@@ -109,8 +109,8 @@ def devices(draw: st.DrawFn) -> list[Storage]:
 
 
 @st.composite
-def needs(draw: st.DrawFn) -> Need:
-    return Need(draw(st.integers(1, 20)), draw(st.integers(1, 4096)), draw(st.integers(0, 200)), draw(ratios))
+def needs(draw: st.DrawFn) -> WorkloadSpec:
+    return WorkloadSpec(draw(st.integers(1, 20)), draw(st.integers(1, 4096)), draw(st.integers(0, 200)), draw(ratios))
 
 
 @given(machines(), st.tuples(st.integers(0, 10**5), st.integers(0, 10**5)), st.tuples(ratios, ratios))
@@ -130,9 +130,9 @@ def test_the_ratio_is_never_below_r_star_and_rises_with_loading(
     r_star: float, loads: tuple[float, float], prefill_s: float, profile: MachineProfile
 ) -> None:
     fast, slow = sorted(loads)
-    chosen = [choose_ratio(r_star, load_s, prefill_s, profile.shares) for load_s in (0.0, fast, slow)]
+    chosen = [largest_hidden_ratio(r_star, load_s, prefill_s, profile.shares) for load_s in (0.0, fast, slow)]
     assert r_star <= chosen[0] <= chosen[1] <= chosen[2] <= 1
-    assert choose_ratio(r_star, slow, 2 * prefill_s, profile.shares) <= chosen[2]
+    assert largest_hidden_ratio(r_star, slow, 2 * prefill_s, profile.shares) <= chosen[2]
     if chosen[2] > r_star:  # what is added hides behind loading
         assert interpolate(profile.shares, chosen[2]) * prefill_s <= slow * (1 + 1e-6)
 
@@ -142,11 +142,11 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
     profile: MachineProfile, r_star: float, num_tokens: int, share: float, nbytes: int
 ) -> None:
     num_stored = int(share * num_tokens)
-    found = decide(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
+    found = decide_reuse(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
     assert r_star <= found.ratio <= 1
     at_r_star = pipelined_s(found.load_s, profile.recompute_s(r_star, num_tokens, num_stored), profile.num_layers)
-    assert bool(found.refused) == (num_stored > 0 and at_r_star >= found.full_s)
-    if found.refused:
+    assert bool(found.fallback_reason) == (num_stored > 0 and at_r_star >= found.full_s)
+    if found.fallback_reason:
         assert found.ratio == 1.0
     elif found.ratio > r_star:
         raised_s = pipelined_s(found.load_s, found.recompute_s, profile.num_layers)
@@ -155,7 +155,7 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
 
 @given(machines(), devices(), needs())
 def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
-    profile: MachineProfile, offered: list[Storage], need: Need
+    profile: MachineProfile, offered: list[Storage], need: WorkloadSpec
 ) -> None:
     made = plan(profile, offered, need)
     by_name = {device.name: device for device in offered}
@@ -171,7 +171,7 @@ def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
 
 
 @given(machines(), needs(), st.tuples(speeds, speeds))
-def test_a_faster_device_is_never_worse(profile: MachineProfile, need: Need, pair: tuple[float, float]) -> None:
+def test_a_faster_device_is_never_worse(profile: MachineProfile, need: WorkloadSpec, pair: tuple[float, float]) -> None:
     low, high = sorted(pair)
     made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
     found = {option.storage: option for option in made.options}
@@ -199,10 +199,10 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(
     profile: MachineProfile, num_tokens: int, r_star: float, nbytes: int
 ) -> None:
     several = replace(profile, hardware={**profile.hardware, "ranks": 2})
-    found = decide(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
-    assert bool(found.refused) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
-    assert found.refused or found.ratio == max(r_star, choose_ratio(r_star, 0.0, 1.0, several.shares))
-    need = Need(1, num_tokens, 0, r_star)
+    found = decide_reuse(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
+    assert bool(found.fallback_reason) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
+    assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
+    need = WorkloadSpec(1, num_tokens, 0, r_star)
     (option,) = plan(several, [Storage("any", 1e9, 0.1)], need).options
     assert option.adds_delay
     assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
@@ -215,36 +215,36 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(
 
 def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill() -> None:
     """1000 tokens: prefill 1 s; 1 MB from a disk of 0.5 MB/s takes 2 s."""
-    found = decide(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, {"disk": 1_000_000})
-    assert "full prefill of 1000 tokens takes 1 s, loading 2 s" in found.refused
+    found = decide_reuse(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, {"disk": 1_000_000})
+    assert "full prefill of 1000 tokens takes 1 s, loading 2 s" in found.fallback_reason
     assert found.ratio == 1.0
 
 
 def test_what_is_in_memory_or_was_never_measured_counts_as_there() -> None:
     for where in ({}, {"tape": 10**12}):
-        found = decide(machine(), R_STAR, 1000, 1000, where)
-        assert (found.ratio, found.refused, found.load_s) == (R_STAR, "", 0.0)
+        found = decide_reuse(machine(), R_STAR, 1000, 1000, where)
+        assert (found.ratio, found.fallback_reason, found.load_s) == (R_STAR, "", 0.0)
 
 
 def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
     """Loading takes 0.5 s, a tenth of it for layer 1: behind the rest 45 % of the tokens can be recomputed, if all are
     stored. If half are fresh, they alone take 0.5 s."""
     profile = machine(bytes_per_s={"disk": 2e6})
-    assert decide(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.45)
-    assert decide(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
+    assert decide_reuse(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.45)
+    assert decide_reuse(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
 
 
 def test_measured_shares_take_the_place_of_the_ratio() -> None:
     """Blending at 0 takes a tenth of full prefill, so less hides than the plain ratio says."""
     profile = machine(shares=((0.0, 0.1), (1.0, 1.1)))
     assert profile.recompute_s(0.15, 1000) == pytest.approx(0.25)
-    assert choose_ratio(R_STAR, 0.5, 1.0, profile.shares) == pytest.approx(0.4)
+    assert largest_hidden_ratio(R_STAR, 0.5, 1.0, profile.shares) == pytest.approx(0.4)
 
 
 def test_the_break_even_points() -> None:
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
-    need = Need(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
+    need = WorkloadSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
     (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need).options
     assert option.ttft_s == pytest.approx(0.15 + 0.01)
     assert option.saved_s == pytest.approx(0.84)
@@ -258,7 +258,7 @@ def test_noise_that_makes_more_seem_faster_is_levelled_out() -> None:
     profile = machine(prefill_s=((100.0, 2.0), (200.0, 1.5), (300.0, 3.0)), shares=((0.5, 0.4), (0.0, 0.1), (1.0, 0.3)))
     assert profile.prefill_s == ((100.0, 2.0), (200.0, 2.0), (300.0, 3.0))
     assert profile.shares == ((0.0, 0.1), (0.5, 0.4), (1.0, 0.4))
-    assert ascending([(1, 2.0), (1, 1.0)]) == ((1, 2.0),)
+    assert make_monotone([(1, 2.0), (1, 1.0)]) == ((1, 2.0),)
 
 
 def test_a_profile_comes_back_from_json_as_it_was() -> None:
@@ -286,19 +286,19 @@ def test_storages_as_they_are_typed() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: choose_ratio(1.1, 1, 1),
-        lambda: choose_ratio(0.1, -1, 1),
-        lambda: choose_ratio(0.1, 1, 0),
+        lambda: largest_hidden_ratio(1.1, 1, 1),
+        lambda: largest_hidden_ratio(0.1, -1, 1),
+        lambda: largest_hidden_ratio(0.1, 1, 0),
         lambda: machine(prefill_s=()),
         lambda: machine(prefill_s=((10.0, 0.0),)),
         lambda: machine(num_layers=0),
         lambda: machine(bytes_per_s={"disk": 0.0}),
-        lambda: plan(machine(), [], Need()),
-        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], Need()),
-        lambda: Need(num_chunks=0),
-        lambda: Need(ratio=2),
-        lambda: Need(usd_per_hour=0),
-        lambda: Need(question_tokens=-1),
+        lambda: plan(machine(), [], WorkloadSpec()),
+        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], WorkloadSpec()),
+        lambda: WorkloadSpec(num_chunks=0),
+        lambda: WorkloadSpec(ratio=2),
+        lambda: WorkloadSpec(usd_per_hour=0),
+        lambda: WorkloadSpec(question_tokens=-1),
     ],
 )
 def test_values_out_of_range_are_refused(wrong: Any) -> None:
@@ -309,14 +309,14 @@ def test_values_out_of_range_are_refused(wrong: Any) -> None:
 def test_interpolation_runs_through_its_points() -> None:
     curve = ((0.0, 1.0), (2.0, 3.0), (4.0, 3.0), (6.0, 9.0))
     assert [interpolate(curve, x) for x, _ in curve] == [y for _, y in curve]
-    assert [last_within(curve, y) for y in (0.5, 1.0, 3.0, 9.0, 99.0)] == [0.0, 0.0, 4.0, 6.0, 6.0]
+    assert [largest_x_within(curve, y) for y in (0.5, 1.0, 3.0, 9.0, 99.0)] == [0.0, 0.0, 4.0, 6.0, 6.0]
     for low, high in itertools.pairwise([index / 10 for index in range(80)]):
         assert interpolate(curve, low) <= interpolate(curve, high)
 
 
 def test_a_rule_that_asks_first_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
     profile = machine()
-    need = Need(ratio=0.15)
+    need = WorkloadSpec(ratio=0.15)
     asking = replace(need, asks_first=True)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
     for share, delays in ((0.05, False), (0.5, True)):
