@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.pieces import kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # of the layers, which the question runs through first

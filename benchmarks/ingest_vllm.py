@@ -21,7 +21,7 @@ import typer
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import err, print_json
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.vllm.answer import INGEST_AT_ONCE
+from ragblend.engine.vllm.base_engine import INGEST_AT_ONCE
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragblend.corpus.checked_database import DATABASE, create_database, is_blank, make_reingest_hint
 from ragblend.corpus.database import ChunkDatabase
 from ragblend.corpus.embedders import (
     Embedder,
@@ -29,11 +30,10 @@ from ragblend.corpus.embedders import (
     embedder_version,
     load_embedder,
 )
-from ragblend.corpus.rows import SCHEMA_VERSION, ChunkRow, text_hash
-from ragblend.corpus.tables import DATABASE, create_database, is_blank, make_reingest_hint
+from ragblend.corpus.schema import SCHEMA_VERSION, ChunkRow, text_hash
 from ragblend.corpus.vectors.base import compute_cosines, normalize_rows
 from ragblend.corpus.vectors.faiss_file import FAISS, Choice, FaissVectors, choose
-from ragblend.engine.store.sealed import decode_signed_json, encode_signed_json
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import (
     CorruptError,
     NotFoundError,

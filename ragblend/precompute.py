@@ -18,9 +18,9 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.chunker import Splitter, get_splitter_version, split
+from ragblend.corpus.chunk_registry import open_registry, store_folders
 from ragblend.corpus.documents import MAX_FILE_MIB
-from ragblend.corpus.folders import ReadFailure, display_source, match_sources, scan_folders, source_path
-from ragblend.corpus.texts import open_registry, store_folders
+from ragblend.corpus.folder_scan import ReadFailure, display_source, match_sources, scan_folders, source_path
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import contains_many
 from ragblend.engine.store.disk import DiskStore
@@ -42,11 +42,11 @@ from ragblend.ingestion.contexts import (
     delete_stale_variants,
     resolve_context_policy,
 )
-from ragblend.ingestion.follow import ChunkerConfig, find_moved_files, sync_index
-from ragblend.ingestion.follow import Progress as Progress
-from ragblend.ingestion.forget import delete_orphaned_kv, delete_texts_kv, find_pending_sources, registry_for
-from ragblend.ingestion.nearby import open_registered_finder
-from ragblend.ingestion.rewrite import count_other_dtypes, prefill_again, quantize_stored
+from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_kv, find_pending_sources, registry_for
+from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
+from ragblend.ingestion.registered_similar import open_registered_finder
+from ragblend.ingestion.sync import ChunkerConfig, find_moved_files, sync_index
+from ragblend.ingestion.sync import Progress as Progress
 from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.prompt import Chunk

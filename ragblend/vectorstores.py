@@ -19,7 +19,7 @@ from ragblend.corpus.vectors.base import normalize_rows
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import delete_documents_kv, precompute_and_register
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.forget import delete_orphaned_kv, find_registered_texts
+from ragblend.ingestion.deletion import delete_orphaned_kv, find_registered_texts
 from ragblend.prompt.prompt import Chunk
 
 try:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ragblend.chunker import Document, adapt_splitter, get_splitter_version, split
 from ragblend.corpus.documents import open_source
-from ragblend.corpus.folders import scan_folders
+from ragblend.corpus.folder_scan import scan_folders
 from ragblend.errors import NotADocumentError, NotFoundError, UnreadableDocumentError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.follow import ChunkerConfig, sync_index
+from ragblend.ingestion.sync import ChunkerConfig, sync_index
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend.corpus import embedders
+from ragblend.corpus.checked_database import create_database
 from ragblend.corpus.embedders import (
     HashingEmbedder,
     MiniLMEmbedder,
@@ -24,7 +25,6 @@ from ragblend.corpus.embedders import (
     is_minilm_installed,
     load_embedder,
 )
-from ragblend.corpus.tables import create_database
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk

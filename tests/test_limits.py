@@ -24,16 +24,16 @@ import ragblend.demo
 from ragblend import Chunk
 from ragblend.chunker import Document, split
 from ragblend.config import Settings, load_settings
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.corpus.documents import open_source, read_documents
-from ragblend.corpus.folders import scan_folders
+from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.pages import read_page
 from ragblend.corpus.text_index import TextIndex
-from ragblend.corpus.texts import ChunkRegistry
 from ragblend.errors import UnreadableDocumentError, UsageError
 from ragblend.frameworks import boundaries as recovery_module
 from ragblend.frameworks.boundaries import _may_cut, recover_chunks
 from ragblend.index import open_index
-from ragblend.ingestion.follow import ChunkerConfig, sync_index
+from ragblend.ingestion.sync import ChunkerConfig, sync_index
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.prompt import SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter

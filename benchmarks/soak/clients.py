@@ -20,7 +20,7 @@ import httpx
 from benchmarks.soak.deployment import ServedReplica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
-from ragblend.engine.vllm.answer import sampling
+from ragblend.engine.vllm.base_engine import sampling
 from ragblend.engine.vllm.client import delta, events
 from ragblend.engine.vllm.params import VllmMode, report_from
 from ragblend.errors import RagblendError

@@ -55,7 +55,9 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
     for words, optional in (("to mend", False), ("if you need it", True)):
         missing = [check for check in checks if not check.ok and check.optional is optional and check.fix]
         lines += [f"{words}, {check.name}: {check.fix}" for check in missing]
-    facts = [{"remedy" if name == "fix" else name: value for name, value in check._asdict().items()} for check in checks]
+    facts = [
+        {"remedy" if name == "fix" else name: value for name, value in check._asdict().items()} for check in checks
+    ]
     print_result({"checks": facts}, "\n".join(lines), json_)
     if not all(check.ok or check.optional for check in checks):
         raise typer.Exit(1)

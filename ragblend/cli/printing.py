@@ -55,7 +55,7 @@ def print_json(facts: dict[str, Any]) -> None:
 
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """What an ingestion did and cost."""
-    from ragblend.corpus.folders import display_source
+    from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
@@ -92,7 +92,7 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
     """The retrieved chunks, one line each."""
-    from ragblend.corpus.folders import display_source
+    from ragblend.corpus.folder_scan import display_source
 
     for number, hit in enumerate(hits, start=1):
         chunk = hit.chunk

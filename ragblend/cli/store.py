@@ -55,7 +55,7 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
 @with_settings("store")
 def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Let documents' KV be evicted again."""
-    from ragblend.corpus.folders import match_sources, source_path
+    from ragblend.corpus.folder_scan import match_sources, source_path
     from ragblend.engine.store.disk import DiskStore
 
     disk = DiskStore(settings.store, create=False)
@@ -69,7 +69,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 @with_settings("index store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
     """What the index and the store hold and cost."""
-    from ragblend.corpus.folders import display_source
+    from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.open import parse_capacity
     from ragblend.engine.store.tiered import format_bytes
@@ -136,7 +136,7 @@ def verify(
     report = verify_store(settings.store, settings.index)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
-        from ragblend.operations.trust import repair_remote, verify_remote
+        from ragblend.operations.signing import repair_remote, verify_remote
 
         tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s)
         report.damaged_remote = verify_remote(tier, settings.store)

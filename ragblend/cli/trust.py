@@ -46,7 +46,7 @@ def sign(
     """Sign what a store holds already. You say by that that you trust whoever could write there until now."""
     from ragblend.engine.store.signing import find_key, read_key
     from ragblend.errors import NotFoundError
-    from ragblend.operations.trust import sign_store
+    from ragblend.operations.signing import sign_store
 
     key = find_key()
     if key is None:

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.corpus.rows import (
+from ragblend.corpus.checked_database import CheckedDatabase, make_reingest_hint
+from ragblend.corpus.schema import (
     CHECKED_COLUMNS,
     SELECT_CHUNKS,
     ChunkRow,
@@ -24,7 +25,6 @@ from ragblend.corpus.rows import (
     make_row,
     text_hash,
 )
-from ragblend.corpus.tables import CheckedDatabase, make_reingest_hint
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.prompt.prompt import Chunk
 
@@ -170,7 +170,9 @@ class ChunkDatabase(CheckedDatabase):
     def is_deletion_pending(self, entry: PendingDeletion) -> bool:
         """Whether an entry is still noted, and nothing here has its text again."""
         with self.read_transaction():
-            noted = self._select_checked("doomed", _DELETION_COLUMNS, "WHERE key = ? AND place = ?", (entry.key, entry.place))
+            noted = self._select_checked(
+                "doomed", _DELETION_COLUMNS, "WHERE key = ? AND place = ?", (entry.key, entry.place)
+            )
             return tuple(entry) in noted and not self._has_text(entry.text_hash)
 
     def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:

@@ -21,7 +21,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from ragblend.corpus.folders import make_source, printable
+from ragblend.corpus.folder_scan import make_source, printable
 from ragblend.corpus.readers import (
     BINARY_REASON,
     JSON_LINES_SUFFIXES,

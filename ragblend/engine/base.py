@@ -23,7 +23,7 @@ from ragblend.engine.fusion.lookup import (
     write_context_policy,
 )
 from ragblend.engine.generation import Backfill
-from ragblend.engine.notices import ReuseDiagnostics
+from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import chunk_key
@@ -136,7 +136,8 @@ class EngineBase(ABC):
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk behind the default prefix and what it names in `context` and `context_texts`, and store its slice.
+        """Prefill one chunk behind the default prefix and what it names in `context` and `context_texts`, and store its
+        slice.
 
         Bytes stored; 0 if it was there. Raises UsageError for a similar version without the texts it is behind.
         """

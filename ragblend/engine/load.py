@@ -114,7 +114,7 @@ def load_engine(
     if isinstance(model, str | Path):
         model = str(model)
     else:
-        from ragblend.engine.transformers.pair import pair_name, validate_loaded_model
+        from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
         pair = validate_loaded_model(model)
         model = pair_name(pair)
@@ -155,8 +155,8 @@ def load_engine(
     from ragblend.engine.store.kv import KVSpec, dtype_name
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
+    from ragblend.engine.transformers.loaded_model import adopt_loaded_model
     from ragblend.engine.transformers.model import load_model
-    from ragblend.engine.transformers.pair import adopt_loaded_model
     from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
     from ragblend.prompt.formats import prompt_format
     from ragblend.prompt.segmenter import Segmenter

@@ -28,7 +28,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from ragblend.corpus.texts import ChunkRegistry, open_registry
+from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
 from ragblend.engine.report import Generation
 from ragblend.errors import RagblendError, UsageError
 from ragblend.frameworks.boundaries import MAX_MATCHES, Block, check_separator, recover_chunks
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
     from ragblend.engine.batching import ContinuousBatch
     from ragblend.engine.generation import GenerationStream
-    from ragblend.engine.notices import ReuseDiagnostics
+    from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 
 T = TypeVar("T")
 
@@ -228,7 +228,7 @@ class BlendModel(BaseModel):
     def _name_model(self) -> None:
         """Have `model`, `dtype` and `device` be texts, whatever they were given as."""
         if not isinstance(self.model, str | Path):
-            from ragblend.engine.transformers.pair import pair_name, validate_loaded_model
+            from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
 
             self.loaded = validate_loaded_model(self.model)
             self.model = pair_name(self.loaded)
@@ -625,7 +625,7 @@ def _close_engines() -> None:
 
 def delete_documents_kv(documents: Iterable[Any], llm_or_engine: Any, still_used: Callable[[str], bool]) -> int:
     """Drop the KV and the registered texts of `documents`, save those whose text is `still_used`. How many had KV."""
-    from ragblend.ingestion.forget import delete_chunks_kv
+    from ragblend.ingestion.deletion import delete_chunks_kv
 
     return delete_chunks_kv(map(_chunk, documents), llm_or_engine, still_used)
 

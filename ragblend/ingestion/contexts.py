@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
-from ragblend.corpus.rows import text_hash
-from ragblend.corpus.texts import open_registry
+from ragblend.corpus.chunk_registry import open_registry
+from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.errors import BackendUnreachableError, UsageError
@@ -95,7 +95,7 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
             behind = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # the nearest beside it
             while behind and not _fits(chunk, behind, engine):
                 behind = behind[1:]
-            chunk = replace(chunk, behind=behind)
+            chunk = replace(chunk, context_texts=behind)
             if not behind:
                 continue
         found.append(chunk)
@@ -115,7 +115,7 @@ def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: Simila
 
 def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
-    parts = engine.segmenter.context_parts(replace(chunk, behind=tuple(behind)))
+    parts = engine.segmenter.context_parts(replace(chunk, context_texts=tuple(behind)))
     num_tokens = len(prefix_ids) + sum(map(len, parts)) + engine.segmenter.count_tokens(chunk.text)
     return num_tokens + 2 <= engine.context_length  # two more than vLLM needs
 

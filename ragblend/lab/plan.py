@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ragblend.engine.tuning.pipeline import MachineProfile, check_speed, largest_hidden_ratio
+from ragblend.engine.tuning.loading_controller import MachineProfile, check_speed, largest_hidden_ratio
 from ragblend.errors import UsageError
 
 GB = 10**9  # what devices are sold in

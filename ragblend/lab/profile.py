@@ -31,6 +31,7 @@ from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,
@@ -38,8 +39,7 @@ from ragblend.engine.tuning.machine import (
     read_machine_profile,
     serving_facts,
 )
-from ragblend.engine.tuning.pipeline import MachineProfile
-from ragblend.engine.vllm.answer import VllmRequest, blend_params
+from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError

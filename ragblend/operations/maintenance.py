@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.corpus.texts import REGISTRY_FILE, drop_registry, open_registry
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import (
     CALIBRATIONS_DIR,
@@ -35,7 +35,7 @@ from ragblend.errors import (
 )
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.forget import find_orphaned_keys
+from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.precompute import Progress, pin_document, precompute_chunks
 from ragblend.prompt.prompt import Chunk
 from ragblend.prompt.segmenter import Segmenter

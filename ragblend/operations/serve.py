@@ -16,6 +16,7 @@ from typing import NoReturn
 from ragblend.config import Settings
 from ragblend.engine.load import register_model
 from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
     environment,
@@ -24,7 +25,6 @@ from ragblend.engine.vllm.launch import (
     server_command,
     transfer_config,
 )
-from ragblend.engine.vllm.tenants import read_keys
 from ragblend.errors import UsageError
 from ragblend.redaction import hide_secrets, redact_command
 

@@ -141,8 +141,8 @@ class Segmenter:
         return tuple(itertools.chain.from_iterable(self._ids(piece) for piece in pieces))
 
     def context_parts(self, chunk: Chunk) -> tuple[tuple[int, ...], ...]:
-        """What a chunk is precomputed behind, after the prefix: for each text that it names in `context_texts` its ids as a
-        chunk, with those of what stands between two chunks."""
+        """What a chunk is precomputed behind, after the prefix: for each text that it names in `context_texts` its ids
+        as a chunk, with those of what stands between two chunks."""
         return tuple(self.chunk_ids(text) + self.delimiter_ids for text in chunk.context_texts)
 
     @property

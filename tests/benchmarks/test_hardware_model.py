@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.hardware_model import LLAMA_8B, Line, Model, main, reckon
 from ragblend.engine.fusion.attention import attend_rows
-from ragblend.engine.vllm.pieces import kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
 
 ROOT = Path(__file__).parents[2]
 positions = st.sets(st.integers(0, 700), min_size=1, max_size=300).map(sorted)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.store.sealed import encode_signed_json
+from ragblend.engine.store.signed_json import encode_signed_json
 from ragblend.errors import UsageError
 from ragblend.index import MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk

@@ -125,7 +125,7 @@ def test_no_more_are_decoded_together_than_was_said(tiny_engine, monkeypatch) ->
 
 def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=1)
-    monkeypatch.setattr(engine.layers, "run_joined", None)  # would raise
+    monkeypatch.setattr(engine.layers, "run_decode_batch", None)  # would raise
     assert [len(each.token_ids) for each in engine.generate_batch(PROMPTS[:3], max_tokens=4)] == [4, 4, 4]
 
 
@@ -232,7 +232,7 @@ def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_en
         return prefill(request)
 
     monkeypatch.setattr(engine, "prefill", slow)
-    monkeypatch.setattr(engine.batch, "_leave", lambda: looks.append(len(engine.batch._running)) or leave())
+    monkeypatch.setattr(engine.batch, "_retire_finished", lambda: looks.append(len(engine.batch._running)) or leave())
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(engine.generate, PROMPTS[0], max_tokens=3)
         assert in_prefill.wait(60)

@@ -25,12 +25,12 @@ from commands import run_command
 from places import text_about
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.corpus.texts import open_registry
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts, write_profile
-from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.index import open_index
 from ragblend.operations.maintenance import repair_store, verify_store

@@ -61,7 +61,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """60 (full: 1000) requests of 4 to 12 chunks that only Redis has, the line to it in another state each time."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     rng = random.Random(3)
     texts = [" ".join(rng.choices(WORDS, k=40)) for _ in range(24)]
     own = MemoryStore(1 << 30)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import Chunk
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.errors import UsageError
 from ragblend.frameworks.boundaries import recover_chunks
 from ragblend.prompt.prompt import Part

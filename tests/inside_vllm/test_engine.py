@@ -16,8 +16,8 @@ from harness import recorded_selections
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
-from ragblend.engine.notices import ReuseDiagnostics
 from ragblend.engine.report import MODES
+from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration

@@ -18,6 +18,7 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import (
     drop_page_cache,
     machine_facts,
@@ -25,7 +26,6 @@ from ragblend.engine.tuning.machine import (
     read_machine_profile,
     write_profile,
 )
-from ragblend.engine.tuning.pipeline import MachineProfile
 from ragblend.errors import StoreNotWritableError, UsageError
 from ragblend.lab.profile import ProfileConfig, measure_machine
 from tests.tier_support import DictValues, make_kv

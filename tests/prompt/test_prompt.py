@@ -305,7 +305,13 @@ def test_text_that_looks_like_a_slot_is_just_text(segmenters):
 def test_a_boundary_puts_no_space_into_the_text(template, make_spaced_tokenizer):
     tokenizer = make_spaced_tokenizer(template, SPECIALS)
     segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
-    cut = ["the ", Chunk("theatre", found_in_prompt=True), " on", Chunk("on the", found_in_prompt=True), "re</s>, the end"]
+    cut = [
+        "the ",
+        Chunk("theatre", found_in_prompt=True),
+        " on",
+        Chunk("on the", found_in_prompt=True),
+        "re</s>, the end",
+    ]
     whole = ["".join(part if isinstance(part, str) else part.text for part in cut)]
     for prompt in (SegmentedPrompt.from_parts, lambda parts: SegmentedPrompt.from_messages([("user", parts)])):
         texts = [text_of(segmenter, segmenter.tokenize(prompt(parts)).token_ids) for parts in (whole, cut)]

@@ -14,7 +14,7 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.tuning.pipeline import MachineProfile
+    from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.lab.traffic.analysis import Analysis, AnalysisConfig
     from ragblend.lab.traffic.requests import ChunkMarkers
     from ragblend.lab.traffic.tokens import Tokens
@@ -133,7 +133,7 @@ def _config(
 
 def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
     """What marks chunks in plain texts: the separator, and the texts that the store has ingested."""
-    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
     from ragblend.frameworks.boundaries import check_separator
     from ragblend.lab.traffic.requests import ChunkMarkers
 

@@ -18,7 +18,7 @@ from ragblend.redaction import redact
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
-    from ragblend.engine.tuning.pipeline import MachineProfile
+    from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.lab.plan import StorageEstimate, StoragePlan
     from ragblend.lab.profile import ProfileConfig

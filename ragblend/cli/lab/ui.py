@@ -14,7 +14,7 @@ from ragblend.config import Settings
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine
     from ragblend.index import ChunkIndex
-    from ragblend.lab.ui.desk import UiJob
+    from ragblend.lab.ui.job_queue import UiJob
 
 
 @with_settings(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.rows import ChunkRow
+from ragblend.corpus.schema import ChunkRow
 from ragblend.errors import UsageError
 
 Ids = NDArray[np.int64]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.fusion.host_positions import on_host
 
 # Rows per attention call. Measured on CPU: one masked call over all rows costs nearly twice its share of full
 # attention, because masked work is done and thrown away; blocks whose keys end at the block's last row do not.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
-from ragblend.engine.fusion.carry import DriftCorrection, fit_drift_correction, similarity_layer
+from ragblend.engine.fusion.drift_correction import DriftCorrection, fit_drift_correction, similarity_layer
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
     CorrectableLayerSource,

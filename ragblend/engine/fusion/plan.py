@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.rows import on_host
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 

@@ -39,8 +39,7 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
-from ragblend.engine.store.room import (
+from ragblend.engine.store.eviction import (
     CLOCK_SLACK_S,
     DAMAGED_SUFFIX,
     ENTRY_SUFFIX,
@@ -50,7 +49,8 @@ from ragblend.engine.store.room import (
     DiskEvictor,
     auto_limit,
 )
-from ragblend.engine.store.sealed import decode_signed_json, encode_signed_json
+from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import CorruptError, DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError

@@ -9,7 +9,7 @@ from ragblend.options import DiskBudget, TierKeywords, TierOptions
 
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
-    from ragblend.engine.store.room import Capacity
+    from ragblend.engine.store.eviction import Capacity
     from ragblend.engine.store.signing import KeyChoice
     from ragblend.engine.store.tiered import TieredStore
 

@@ -31,7 +31,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import ChunkKV, KVSpec, MemoryKV, dtype_name
 from ragblend.engine.store.tiered import SpecValidatingStore, has_remote_tier
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.tuning.pipeline import MachineProfile, decide_reuse
+from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
 from ragblend.prompt.prompt import Segment, TokenizedPrompt
 from ragblend.prompt.segmenter import Segmenter

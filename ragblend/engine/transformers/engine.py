@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.engine.batch_order import order_by_shared_chunks
 from ragblend.engine.batching import MAX_NUM_SEQS, ContinuousBatch
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.fusion.packing import (
@@ -36,7 +37,6 @@ from ragblend.engine.generation import (
     GenerationStream,
     PrefillResult,
 )
-from ragblend.engine.many import order_by_shared_chunks
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
@@ -45,11 +45,11 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.quantize import stored_bytes_per_token
 from ragblend.engine.store.tiered import BackgroundWriter, PrefetchingStore, disk_tier, kv_dtype_of, tiers_of
 from ragblend.engine.transformers.blend import BlendingEngine
-from ragblend.engine.transformers.constrain import GrammarCompiler
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
+from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.options import GenerationKeywords, GenerationOptions
 from ragblend.prompt.prompt import Chunk, Part, Segment, SegmentedPrompt
 from ragblend.prompt.segmenter import Segmenter
@@ -138,7 +138,8 @@ class TransformersEngine(BlendingEngine):
     def _prefill_chunks(
         self, chunks: Sequence[tuple[int, ...]], behind: IngestionContext = NO_CONTEXT
     ) -> list[MemoryKV]:
-        """The KV of chunks of token ids behind the default prefix and `context_texts`, each for itself, all in one pass."""
+        """The KV of chunks of token ids behind the default prefix and `context_texts`, each for itself, all in one
+        pass."""
         behind.validate()
         prefix_ids, dtype = self.default_prefix_ids + behind.token_ids, dtype_name(self.layers.dtype)
         headers = []

@@ -22,12 +22,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import active_adapters
+from ragblend.engine.transformers.batched_decode import (
+    BatchedDecodeCache,
+    DecodeBatch,
+    SmallBatchMatmul,
+    assign_rows,
+    attend_batch,
+)
 from ragblend.engine.transformers.families import (
     LatentAttention,
     context_length,
@@ -35,13 +42,6 @@ from ragblend.engine.transformers.families import (
     layer_windows,
     rope_parameters,
     text_decoder,
-)
-from ragblend.engine.transformers.joined import (
-    BatchedDecodeCache,
-    DecodeBatch,
-    SmallBatchMatmul,
-    assign_rows,
-    attend_batch,
 )
 from ragblend.errors import RagblendError
 

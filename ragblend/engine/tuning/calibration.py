@@ -24,9 +24,9 @@ from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, find_rule
 from ragblend.engine.report import RatioChoice
 from ragblend.engine.store.disk import CALIBRATIONS_DIR, DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.sealed import decode_signed_json
+from ragblend.engine.store.signed_json import decode_signed_json
 from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
-from ragblend.engine.tuning.pipeline import interpolate
+from ragblend.engine.tuning.loading_controller import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import RATIO

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore, StoreEntry
-from ragblend.engine.store.forgotten import publish_tombstone
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import BackendUnreachableError, UsageError
 

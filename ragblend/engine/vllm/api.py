@@ -28,13 +28,13 @@ from typing import Any
 from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.vllm.admin import add_admin, forget_everywhere
+from ragblend.engine.vllm.api_keys import Grant
+from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_of
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.readiness import Readiness, add_readiness
 from ragblend.engine.vllm.support import model_fingerprint, model_shape
-from ragblend.engine.vllm.tenants import Grant
 from ragblend.errors import BackendUnreachableError, CorruptError, RagblendError, UsageError
 from ragblend.options import ContextPolicy
 

@@ -24,7 +24,7 @@ import httpx
 from ragblend.engine.fusion.lookup import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.base import CONTAINS_BATCH, StoreCounters
 from ragblend.engine.store.kv import ChunkKV
-from ragblend.engine.vllm.answer import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.params import report_from, vllm_structure
 from ragblend.errors import (
     BackendUnreachableError,

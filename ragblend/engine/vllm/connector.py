@@ -22,14 +22,14 @@ import torch
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import StoreCounters
-from ragblend.engine.store.forgotten import AppliedTombstones
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.counting import TierMetrics
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
+from ragblend.engine.vllm.metric_sources import TierMetrics
 from ragblend.engine.vllm.params import belongs_to, report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler

@@ -22,7 +22,7 @@ from uuid import uuid4
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import DTYPES
 from ragblend.engine.store.tiered import BackgroundWriter, kv_dtype_of
-from ragblend.engine.vllm.answer import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
+from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest, sampling
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, environment, is_cuda, kv_memory_bytes
 from ragblend.engine.vllm.loading import machine_facts_of

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.forgotten import TombstoneWatcher
 from ragblend.engine.store.remote.tier import NUM_FETCHES, RemoteStore
+from ragblend.engine.store.tombstones import TombstoneWatcher
 from ragblend.errors import RagblendError
 
 log = logging.getLogger(__name__)

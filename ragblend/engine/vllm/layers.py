@@ -27,10 +27,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, attend_rows
 from ragblend.engine.fusion.fuse import LayerCall
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.pieces import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
 from ragblend.engine.vllm.support import reject_kv_groups, reject_unsupported_attention
 from ragblend.errors import UnsupportedModelError
 
@@ -195,7 +195,7 @@ class VllmLayers:
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
         hooks = [
-            run.hook._replace(places=run.hook.row_indices + first)
+            run.hook._replace(row_indices=run.hook.row_indices + first)
             for run, first in zip(runs, firsts, strict=True)
             if run.hook
         ]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import serving_facts
-from ragblend.engine.tuning.pipeline import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.vllm.worker import StoredSpan
 
 log = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
+    from ragblend.engine.vllm.attention_calls import AttentionCall
     from ragblend.engine.vllm.layers import VllmLayers
-    from ragblend.engine.vllm.pieces import AttentionCall
 
 
 class PlacedLayer(NamedTuple):

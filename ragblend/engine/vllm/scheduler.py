@@ -17,16 +17,16 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, ChunkReport
-from ragblend.engine.store.forgotten import AppliedTombstones, TombstoneWatcher
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.counting import RequestMetrics, TierMetrics
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, ReadAheadQueue, machine_facts_of
 from ragblend.engine.vllm.lookup import PATIENCE_S, ChunkLookup, LookupResult
+from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
@@ -317,9 +317,14 @@ class BlendScheduler:
         looked up or fetched, or empty steps would ask for it over and over."""
         if self._read_ahead.is_busy:
             return
-        left: list[Future[Any]] = [state.pending_lookup for state in self.requests.values() if state.pending_lookup is not None]
+        left: list[Future[Any]] = [
+            state.pending_lookup for state in self.requests.values() if state.pending_lookup is not None
+        ]
         left += [
-            future for asked in self.requests.values() if asked.pending_fetch is not None for future in asked.pending_fetch.pending
+            future
+            for asked in self.requests.values()
+            if asked.pending_fetch is not None
+            for future in asked.pending_fetch.pending
         ]
         if left:
             wait(left, IDLE_PATIENCE_S, FIRST_COMPLETED)
@@ -329,7 +334,8 @@ class BlendScheduler:
         for state in self.requests.values():
             self._time_first_token(state)
         waiting = (
-            bool(each.end or each.pending_fetch or each.pending_lookup) and not each.is_filled for each in self.requests.values()
+            bool(each.end or each.pending_fetch or each.pending_lookup) and not each.is_filled
+            for each in self.requests.values()
         )
         self.counting.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []

@@ -121,7 +121,7 @@ def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
         return [replace(chunk, context=policy) for chunk in chunks]
     num_behind = min(NUM_SIMILAR, len(chunks) - 1)
     behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
-    second = [replace(chunk, context=policy, behind=texts) for chunk, texts in zip(chunks, behind, strict=True)]
+    second = [replace(chunk, context=policy, context_texts=texts) for chunk, texts in zip(chunks, behind, strict=True)]
     return [*_versions(chunks, "none"), *second]
 
 

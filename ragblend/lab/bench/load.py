@@ -25,8 +25,8 @@ from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, Store
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hidden_ratio
 from ragblend.engine.tuning.machine import drop_page_cache
-from ragblend.engine.tuning.pipeline import MachineProfile, largest_hidden_ratio
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import OutputDelta, VllmRequest
+from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
 from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings
-from ragblend.corpus.folders import display_source
+from ragblend.corpus.folder_scan import display_source
 from ragblend.demo.show import examples
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.report import MODES, Generation, Mode
@@ -23,7 +23,7 @@ from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
 from ragblend.lab.explain import Comparison
 from ragblend.lab.explain_page import render_tokens
-from ragblend.lab.ui.desk import JobCancelled, UiJob
+from ragblend.lab.ui.job_queue import JobCancelled, UiJob
 from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
 from ragblend.prompt.prompt import SegmentedPrompt
 

@@ -34,8 +34,8 @@ from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
-from ragblend.lab.ui.desk import JobQueue, UiJob
 from ragblend.lab.ui.guard import App, OriginGuard, is_loopback
+from ragblend.lab.ui.job_queue import JobQueue, UiJob
 from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
 
 log = logging.getLogger(__name__)

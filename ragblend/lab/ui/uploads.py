@@ -14,14 +14,14 @@ from types import TracebackType
 from typing import Self
 
 from ragblend.config import Settings
-from ragblend.corpus.folders import display_source, normal_path, source_path
+from ragblend.corpus.folder_scan import display_source, normal_path, source_path
 from ragblend.corpus.readers import PARQUET_SUFFIX, READERS, TEXT_SUFFIXES
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import RagblendError, UsageError, check_unicode
 from ragblend.files.directory import Directory
 from ragblend.index import ChunkIndex
-from ragblend.lab.ui.desk import UiJob
+from ragblend.lab.ui.job_queue import UiJob
 from ragblend.precompute import ingest
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.engine.tuning.machine import machine_facts, serving_facts
-from ragblend.engine.tuning.pipeline import MachineProfile, decide_reuse
 from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, MemoryTierTracker, ReadAheadQueue
 from ragblend.engine.vllm.worker import StoredSpan
 

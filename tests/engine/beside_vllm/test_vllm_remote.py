@@ -14,10 +14,10 @@ from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.forgotten import TombstoneWatcher, publish_tombstone
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.store.tombstones import TombstoneWatcher, publish_tombstone
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.params import belongs_to

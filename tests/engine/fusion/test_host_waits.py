@@ -10,10 +10,10 @@ from conftest import FAMILIES, make_model
 from device_looks import DeviceLooks
 
 from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rows import on_host
 from ragblend.engine.fusion.rules import RULES, check_schedule
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers

@@ -132,7 +132,7 @@ def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -
 
 
 def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ASK_MANY", 7)
+    monkeypatch.setattr(remote, "CONTAINS_BATCH", 7)
     store, kvs = place(), [make_kv(seed) for seed in range(12)]
     for kv in kvs:
         store.put(kv)
@@ -170,7 +170,7 @@ def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
     place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 bad values: 8 flipped bytes, 2 truncations, another key's entry, a forged header; all counted."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     store, kv, other = place(), make_kv(1, num_layers=3), make_kv(2)
     good = encode_chunk(kv)
     places = range(8, len(good), len(good) // 8)
@@ -370,7 +370,7 @@ def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, mo
     assert 3 <= store.counters.num_failures <= 6
     assert store.breaker.num_opened >= 1
     s3.mode = "pass"
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     for kv in kvs:
         eventually(store, kv)
     for part in (store, writer):

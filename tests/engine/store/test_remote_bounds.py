@@ -101,7 +101,7 @@ def test_what_arrived_lately_costs_the_next_request_nothing(monkeypatch: pytest.
     for seed in range(500):
         assert store.get(f"{seed:032x}") is None
     assert (len(flights), flights.num_looked_at) == (500, 499)
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     time.sleep(0.01)
     assert store.get("f" * 32) is None
     assert list(flights) == ["f" * 32]
@@ -120,7 +120,7 @@ def test_a_second_remote_tier_has_only_what_time_the_first_has_left() -> None:
 
 def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its late answers are no successes: three of them, and requests stop asking, though writes go well meanwhile."""
-    monkeypatch.setattr(remote, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     values = SlowValues()
     values.wait_s = 0.3
     store = RemoteStore(values, timeout_s=0.1, breaker=CircuitBreaker(pause_s=100))

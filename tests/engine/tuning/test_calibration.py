@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ragblend.engine.fusion.rules import CHECK_LAYER, DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.sealed import encode_signed_json
+from ragblend.engine.store.signed_json import encode_signed_json
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (

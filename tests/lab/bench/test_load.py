@@ -15,7 +15,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig

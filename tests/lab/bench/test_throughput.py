@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.answer import OutputDelta
+from ragblend.engine.vllm.base_engine import OutputDelta
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
 from ragblend.lab.bench.common.plots import plot_throughput

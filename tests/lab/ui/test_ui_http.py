@@ -14,7 +14,7 @@ from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
 from ragblend.errors import UnsupportedModelError, UsageError
-from ragblend.lab.ui import app, desk
+from ragblend.lab.ui import app, job_queue
 from ragblend.lab.ui.answers import QuestionRun
 from ragblend.lab.ui.uploads import uploads_folder, validate_file_name
 from ragblend.prompt.prompt import SegmentedPrompt
@@ -251,8 +251,8 @@ def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(
         assert question != "slow" or gate.wait(60)
         return retrieve(index, QUESTION, settings)
 
-    leave, answer = desk.UiJob.detach, QuestionRun.answer
-    monkeypatch.setattr(desk.UiJob, "detach", lambda job: (leave(job), left.set()))
+    leave, answer = job_queue.UiJob.detach, QuestionRun.answer
+    monkeypatch.setattr(job_queue.UiJob, "detach", lambda job: (leave(job), left.set()))
     monkeypatch.setattr(
         QuestionRun, "answer", lambda asked, mode, job: (answer(asked, mode, job), answered.append(mode))
     )
@@ -277,7 +277,7 @@ def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(
     gate, begun = threading.Event(), threading.Event()
     take_in = app.ingest_uploads
 
-    def slowly(job: desk.UiJob, *arguments: Any) -> None:
+    def slowly(job: job_queue.UiJob, *arguments: Any) -> None:
         begun.set()
         assert gate.wait(60)
         take_in(job, *arguments)
@@ -304,7 +304,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
 
         async def leave_after_a_piece() -> list[str]:
             asked, told = QuestionRun(engine, prompt, filled), list[str]()
-            worker = desk.JobQueue()
+            worker = job_queue.JobQueue()
             async for name, _ in (job := worker.submit(lambda job: asked.answer("reuse", job), "it")).events():
                 told.append(name)
                 if name == "piece":
@@ -324,7 +324,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
 def test_a_model_that_is_not_supported_is_told_in_the_page(tmp_path: Path) -> None:
     reason = "layers of type Mamba keep no KV; choose a model with attention"
 
-    def refuse(job: desk.UiJob) -> Any:
+    def refuse(job: job_queue.UiJob) -> Any:
         raise UnsupportedModelError(reason)
 
     with running(settings_in(tmp_path, model="some/model"), refuse) as site:

@@ -20,7 +20,7 @@ from ragblend.demo.show import EMBEDDER
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.lab.ui.app import _listen, make_app
-from ragblend.lab.ui.desk import JobQueue, UiJob
+from ragblend.lab.ui.job_queue import JobQueue, UiJob
 
 QUESTION = "Check the files: What role does James Bell have?"
 Events = list[tuple[str, dict[str, Any]]]

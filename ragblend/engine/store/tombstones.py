@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.sealed import decode_signed_json, encode_signed_json
+from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import RagblendError, StoreNotWritableError
 from ragblend.files.directory import Directory, unlink
 from ragblend.files.reading import read_file

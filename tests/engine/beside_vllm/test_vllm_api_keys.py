@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.vllm.api_keys import ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
+from ragblend.engine.vllm.auth_gate import AuthGate
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.gate import AuthGate
 from ragblend.engine.vllm.params import (
     MAX_SPANS,
     TENANT_KEY,
@@ -30,7 +31,6 @@ from ragblend.engine.vllm.params import (
     parse_params,
     salted_namespace,
 )
-from ragblend.engine.vllm.tenants import ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import ServeOptions, build_server_command
 

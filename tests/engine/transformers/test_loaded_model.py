@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragblend.engine.load import load_engine
-from ragblend.engine.transformers.pair import pair_fingerprint
+from ragblend.engine.transformers.loaded_model import pair_fingerprint
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM, ChatBlend

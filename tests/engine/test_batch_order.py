@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.many import order_by_shared_chunks
+from ragblend.engine.batch_order import order_by_shared_chunks
 from ragblend.engine.store.tiered import tiers_of
 
 NAMES = "abcdefgh"

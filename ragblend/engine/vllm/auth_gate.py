@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.tenants import (
+from ragblend.engine.vllm.api_keys import (
     ApiKeys,
     AuthContext,
     ForbiddenError,
@@ -24,6 +23,7 @@ from ragblend.engine.vllm.tenants import (
     current_auth,
     read_keys,
 )
+from ragblend.engine.vllm.params import PARAMS_KEY
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -25,8 +25,8 @@ from ragblend.corpus.documents import (
     reader_version,
 )
 from ragblend.corpus.embedders import FloatArray
-from ragblend.corpus.folders import FolderScan, ReadFailure, is_in
-from ragblend.corpus.rows import IngestedFile
+from ragblend.corpus.folder_scan import FolderScan, ReadFailure, is_in
+from ragblend.corpus.schema import IngestedFile
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.workers import Workers

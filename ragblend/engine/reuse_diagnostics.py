@@ -29,7 +29,10 @@ MAX_HEADERS_READ = 64  # entries that are looked at
 EMPTY = "nothing is stored yet; ingest the documents first: {ingest}"
 OTHER_MODEL = "the store holds KV of other models or namespaces, none of {model}; add it: {precompute}"
 OTHER_PREFIX = "the store holds KV behind another prefix, none behind this one ({system}); add it: {precompute}"
-NO_MATCH = f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored; a chunk is found as it was ingested, to the letter: {{ingest}}"
+NO_MATCH = (
+    f"nothing in {NUM_PROMPTS_BEFORE_WARNING} prompts is stored; a chunk is found as it was ingested, to the letter: "
+    "{ingest}"
+)
 
 
 class ReuseDiagnostics:

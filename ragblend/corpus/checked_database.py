@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from ragblend.corpus.rows import CHECKED_COLUMNS, SCHEMA, SCHEMA_VERSION
+from ragblend.corpus.schema import CHECKED_COLUMNS, SCHEMA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.directory import to_write_error
 from ragblend.files.sqlite import connect, row_checksum, transaction, truncate_log, wrap_sqlite_errors

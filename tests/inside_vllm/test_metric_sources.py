@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import ask, engine, ingest, random_ids, report, watch_counts
 
-from ragblend.engine.vllm.counting import LABEL
+from ragblend.engine.vllm.metric_sources import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
 
 pytestmark = pytest.mark.smoke

@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from ragblend.corpus.chunk_registry import ChunkRegistry, SimilarVariant
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -20,10 +21,9 @@ from ragblend.corpus.embedders import (
     embedder_version,
     is_minilm_installed,
 )
-from ragblend.corpus.rows import text_hash
-from ragblend.corpus.texts import ChunkRegistry, SimilarVariant
+from ragblend.corpus.schema import text_hash
 from ragblend.engine.api import Engine
-from ragblend.ingestion.forget import has_local_tier
+from ragblend.ingestion.deletion import has_local_tier
 from ragblend.prompt.prompt import Chunk
 
 

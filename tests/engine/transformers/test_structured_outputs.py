@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 import torch
 
-from ragblend.engine.transformers.constrain import GrammarCompiler
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.errors import UsageError
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.prompt import SegmentedPrompt

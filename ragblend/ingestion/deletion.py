@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
-from ragblend.corpus.rows import OrphanedTexts, PendingDeletion, text_hash
-from ragblend.corpus.texts import ChunkRegistry, open_registry
+from ragblend.corpus.chunk_registry import ChunkRegistry, open_registry
+from ragblend.corpus.schema import OrphanedTexts, PendingDeletion, text_hash
 from ragblend.engine.api import Engine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore

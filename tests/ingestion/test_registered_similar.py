@@ -16,15 +16,15 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragblend import BlendLLM, Chunk, SegmentedPrompt, load_engine, open_index
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.corpus.texts import open_registry
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.ingestion import nearby
-from ragblend.ingestion.forget import delete_chunks_kv, delete_texts_kv
+from ragblend.ingestion import registered_similar
+from ragblend.ingestion.deletion import delete_chunks_kv, delete_texts_kv
 from ragblend.llamaindex import BlendIngestion, delete_ref_doc
 from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, PrecomputingVectorStore
@@ -40,7 +40,7 @@ Open = Callable[..., TransformersEngine]
 @pytest.fixture(autouse=True)
 def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is alike does not hang on which extras are installed."""
-    monkeypatch.setattr(nearby, "_embedder", HashingEmbedder)
+    monkeypatch.setattr(registered_similar, "_embedder", HashingEmbedder)
 
 
 @pytest.fixture
@@ -149,7 +149,9 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
             assert entry is not None
             assert BELL not in texts_in(engine, entry.header), tier
             assert entry.header.token_ids != engine.segmenter.chunk_ids(BELL), tier
-    assert not any(each.text == BELL for each in open_registry(engine.store).similar_variants(nearby._embedder_name()))
+    assert not any(
+        each.text == BELL for each in open_registry(engine.store).similar_variants(registered_similar._embedder_name())
+    )
     precompute_documents(["One more."], engine)
     assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
     assert BELL not in seen_by(engine, FOX)
@@ -269,7 +271,7 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
 )
 def test_the_nearest_are_found_that_may_stand(texts, refused, count):
     with load_engine("demo", context="similar") as engine, open_registry(engine.store) as registry:
-        finder = nearby.RegisteredChunkFinder(engine, registry)
+        finder = registered_similar.RegisteredChunkFinder(engine, registry)
         registry.add(texts)
         finder.add(map(Chunk, texts))
         rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))

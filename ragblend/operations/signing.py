@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.eviction import ENTRY_SUFFIX
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.room import ENTRY_SUFFIX
 from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import BackendUnreachableError, DamagedEntryError
 

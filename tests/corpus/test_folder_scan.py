@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragblend.corpus.folders import FolderScan, display_source, match_sources, normal_path, scan_folders
+from ragblend.corpus.folder_scan import FolderScan, display_source, match_sources, normal_path, scan_folders
 from ragblend.errors import NotFoundError, UsageError
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from servers import RedisServer, TcpProxy
 from tier_support import DictValues, make_kv
 
-from ragblend.engine.store import forgotten
+from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.forgotten import AppliedTombstones, TombstoneWatcher, publish_tombstone
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
+from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher, publish_tombstone
 from ragblend.engine.vllm.params import belongs_to
 from ragblend.errors import BackendUnreachableError
 
@@ -132,7 +132,7 @@ def test_old_records_go_here_and_there(remotes: Remotes, tmp_path: Path, monkeyp
     publish_tombstone(remote, keys=keys_of(0))
     hears.poll()
     assert len(remote.values.list_metadata()) == len(list((disk.root / "forgotten").iterdir())) == 1
-    monkeypatch.setattr(forgotten, "KEPT_S", -1.0)
+    monkeypatch.setattr(tombstones, "TOMBSTONE_TTL_S", -1.0)
     hears.poll()
     assert (remote.values.list_metadata(), list((disk.root / "forgotten").iterdir())) == ([], [])
 
@@ -143,7 +143,7 @@ def test_what_was_told_before_this_process_began_is_not_deleted_from_the_remote_
     remote = RemoteStore(DictValues())
     publish_tombstone(remote, keys=keys_of(0))
     disk, hears = replica(tmp_path, remote)
-    hears._born_s = time.time() + 2 * forgotten._FRESH_S
+    hears._born_s = time.time() + 2 * tombstones._FRESH_S
     hears.poll()
     assert (hears.take_applied().recent_keys, hears.num_applied) == ((), 1)
     assert list(disk.keys()) == []
@@ -183,8 +183,8 @@ def test_a_damaged_forged_or_foreign_record_makes_nobody_forget(
 
 def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own time limit is the requests' affair, and may be long; what it has to say is heeded once it speaks."""
-    monkeypatch.setattr(forgotten, "FIRST_LOOK_S", 0.2)
-    monkeypatch.setattr(forgotten, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(tombstones, "FIRST_POLL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     server = RedisServer(tmp_path)
     server.start()
     proxy = TcpProxy(server.port)

@@ -16,8 +16,8 @@ import pytest
 from ragblend import Chunk, load_engine
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
+from ragblend.corpus.chunk_registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
-from ragblend.corpus.texts import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import (
@@ -29,7 +29,7 @@ from ragblend.errors import (
     StoreMismatchError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion import follow as following
+from ragblend.ingestion import sync as following
 from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
     IngestReport,

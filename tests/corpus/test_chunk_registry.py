@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend import Chunk, open_index
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.text_index import TextIndex
-from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry, open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -120,7 +120,7 @@ def test_another_connection_sees_additions_and_removals_at_once(tmp_path: Path) 
 def test_processes_share_a_file(tmp_path: Path) -> None:
     registry = ChunkRegistry(tmp_path / "r")
     code = (
-        "import sys; from ragblend.corpus.texts import ChunkRegistry\n"
+        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry\n"
         "r = ChunkRegistry(sys.argv[1])\n"
         "for i in range(20): r.add([f'text {i} of process {sys.argv[2]}, long enough'])"
     )
@@ -212,7 +212,10 @@ def test_registry_of_a_store(tmp_path: Path) -> None:
 
 def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(tmp_path: Path) -> None:
     path = tmp_path / REGISTRY_FILE
-    code = "import sys; from ragblend.corpus.texts import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+    code = (
+        "import sys; from ragblend.corpus.chunk_registry import ChunkRegistry; "
+        "ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+    )
     first, second = ChunkRegistry(path), ChunkRegistry(path)
     first.add(["of the first"])
     second.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.tuning.pipeline import (
+from ragblend.engine.tuning.loading_controller import (
     LINEAR,
     MachineProfile,
     decide_reuse,

@@ -12,8 +12,8 @@ from torch import nn
 
 from ragblend.engine.fusion.attention import AttentionParams, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.transformers.batched_decode import FEW_ROWS, SmallBatchMatmul
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.joined import FEW_ROWS, SmallBatchMatmul
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.prompt import SegmentedPrompt
 
