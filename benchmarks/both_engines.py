@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ragblend import load_engine
-from ragblend.bench.common.configs import QualityConfig
-from ragblend.bench.common.hardware import hardware_card
-from ragblend.bench.quality.cases import SYSTEM
-from ragblend.bench.quality.data import load_cases, prompt_of
 from ragblend.corpus.embedders import default_embedder
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.quality.cases import SYSTEM
+from ragblend.lab.quality.data import build_prompt, load_cases
 
 
 def watch_selections() -> list[list[int]]:
@@ -54,8 +54,8 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
             load_engine(config.model, store, backend="vllm", vllm_options=serving, **options)
         )
         selections, embedder = watch_selections(), default_embedder()
-        for case in load_cases(config, theirs):
-            prompt = prompt_of(case, theirs, embedder, config)
+        for case in load_cases(config):
+            prompt = build_prompt(case, theirs, embedder, config)
             for chunk in prompt.chunks:
                 theirs.precompute(chunk)
             for ratio in ratios:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ragblend.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
-from ragblend.bench.common.workloads import make_prompts
-from ragblend.bench.ttft_vllm import open_vllm, vllm_card
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import err, print_json
-from ragblend.cli.session import quiet_libraries, use_threads
-from ragblend.engine.vllm.answer import INGEST_AT_ONCE
+from ragblend.cli.session import quiet_libraries, set_num_threads
+from ragblend.engine.vllm.base_engine import INGEST_AT_ONCE
 from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
+from ragblend.lab.bench.common.workloads import make_prompts
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Tables on stderr, one line of JSON on stdout."""
-    use_threads(threads)
+    set_num_threads(threads)
     quiet_libraries()
     facts = bench_ingest_vllm(
         shape=shape,

@@ -46,9 +46,9 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.siglip import SiglipVisionConfig
 from transformers.utils import logging as transformers_logging
 
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
 

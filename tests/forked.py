@@ -26,15 +26,14 @@ import torch
 torch.set_num_threads(1)
 import transformers, faiss, xxhash, safetensors, tokenizers
 from ragblend.cli import app as cli, store as cli_store
-from ragblend.upkeep import maintenance
+from ragblend.operations import maintenance
 from ragblend import precompute, llm, chains, vectorstores
-from ragblend.ingestion import forget as forgetting
+from ragblend.ingestion import deletion as forgetting
 from ragblend.llamaindex import query as llamaindex
-from ragblend.engine.hf import engine
+from ragblend.engine.transformers import engine
 from ragblend.engine.store.remote import tier as remote, object_values as remote_objects, redis_values as remote_redis
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.demo import show
-from tools.demo_model import tokenizer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

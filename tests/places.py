@@ -9,7 +9,7 @@ from typing import NamedTuple
 from forked import Done
 
 PLACE = ("--index", "index", "--store", "kv")
-INGEST = ("ingest", "corpus", "--chunk-size", "64", "--embedder", "hashing", "--context", "neighbour", *PLACE)
+INGEST = ("ingest", "corpus", "--chunk-size", "64", "--embedder", "hashing", "--context", "similar", *PLACE)
 
 
 def text_about(name: str, version: int = 0) -> str:

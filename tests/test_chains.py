@@ -22,7 +22,7 @@ from ragblend.chains import (
     create_history_aware_blend_chain,
 )
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register
 from ragblend.index import ChunkIndex

@@ -37,13 +37,13 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 from pydantic import ValidationError
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.corpus.texts import ChunkRegistry
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import PromptTooLongError, StoreMismatchError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register, share_engine
 from ragblend.llm import BlendLLM, ChatBlend
@@ -242,10 +242,10 @@ def test_system_opens_prompts_that_have_none() -> None:
 
 
 def test_settings_reach_the_engine_and_calls_override_them() -> None:
-    chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="first_k", seed=1)
+    chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="random", seed=1)
     chat.invoke("Q")
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
-    first = {"mode": "reuse", "rule": "first_k", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
+    first = {"mode": "reuse", "rule": "random", "max_tokens": 7, "temperature": 0.5, "stop": ["x"], "seed": 1}
     second = {"mode": "full", "max_tokens": 3, "temperature": 0.0, "stop": ["y"], "recompute_ratio": 0.5, "top_p": 0.9}
     assert engine.options == [{**GenerationOptions().keywords, **first, **asked} for asked in ({}, second)]
 
@@ -270,9 +270,9 @@ def test_a_calibrated_ratio_is_named_auto(
     prompt = SegmentedPrompt.from_messages([("user", ["Context:\n\n", Chunk(A), Chunk(B), "Question: who?"])])
     prefix_ids = engine.segmenter.tokenize(prompt).prefix_ids
     points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = Fit("cacheblend", 1, 0.4, True, points)
+    fit = RuleFit("cacheblend", 1, 0.4, True, points)
     facts = (engine.fingerprint, prefix_ids, "9 tokens", 1e9, 0.9, 60, "k 2")
-    keep_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
+    save_calibration(DiskStore(tmp_path, fsync=False), Calibration(*facts, (fit,)))
     assert (report()["recompute_ratio"], report()["predicted_agreement"]) == (0.4, 0.9)
     assert report(recompute_ratio=0.2)["recompute_ratio"] == 0.2
     with pytest.raises(UsageError, match="'auto'"):
@@ -762,7 +762,7 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     load_engine("demo", store=store).close()
     disk = DiskStore(store)
     ((fingerprint, facts),) = disk.models().items()
-    disk.drop_note(f"models/{fingerprint}.json")
+    disk.delete_metadata(f"models/{fingerprint}.json")
     disk.put_model("0" * len(fingerprint), facts)  # as if another model had made it
     with pytest.raises(StoreMismatchError, match="another --store"):
         ChatBlend(model="demo", store=store)
@@ -841,13 +841,13 @@ def test_how_a_model_is_loaded_is_said_as_transformers_says_it(kind: Any, tmp_pa
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_the_ingestion_context_is_a_field(kind: Any, tmp_path: Path) -> None:
-    model = kind(store=tmp_path, context="fixed")
-    assert model.engine.context == "fixed"
-    precompute_and_register([A], model)
-    assert model.engine.is_stored(Chunk(A, context="fixed"))
+    model = kind(store=tmp_path, context="similar")
+    assert model.engine.context == "similar"
+    precompute_and_register([A, B], model)
+    assert model.engine.is_stored(Chunk(B, context="similar"))
     assert kind(store=tmp_path, context="none").engine is not model.engine
     model.engine.close()
-    with pytest.raises(ValidationError, match="'none', 'neighbour', 'fixed' or 'similar'"):
+    with pytest.raises(ValidationError, match="'none' or 'similar'"):
         kind(store=tmp_path / "other", context="some")
 
 

@@ -1,4 +1,4 @@
-"""What users of langchain-huggingface and langchain-openai write is understood, and what they look for is there."""
+"""Five names of other libraries are taken for ours, and what users of those libraries look for is there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from pydantic import ValidationError
 from transformers import pipeline
 
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
@@ -28,20 +28,67 @@ def engine(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segme
     return tiny_engine(segmenter=chat_segmenter)
 
 
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_libraries_names_of_a_setting_are_understood(kind: Any, engine: TransformersEngine) -> None:
-    for name in ("max_new_tokens", "max_completion_tokens"):
-        assert kind(engine=engine, **{name: 3}).max_tokens == 3
-    llm = kind(engine=engine, stop_sequences=["x"], request_timeout=4)
-    assert (llm.stop, llm.timeout) == (["x"], 4)
-    assert kind(engine=engine, pipeline_kwargs={"max_new_tokens": 2, "do_sample": True, "top_k": 5}).top_k == 5
-    assert kind(engine=engine, temperature=1.0).temperature == 1.0
+def test_the_length_of_an_answer_is_named_as_elsewhere(kind: Any, name: str, engine: TransformersEngine) -> None:
+    llm = kind(engine=engine, **{name: 3})
+    assert llm.max_tokens == llm._options({}).max_tokens == 3
+    assert llm._options({name: 2}).max_tokens == llm._options({name: 2, "max_tokens": None}).max_tokens == 2
+    assert llm._options({name: None, "max_tokens": 4}).max_tokens == 4
+    with pytest.raises(UsageError, match=f"max_tokens is 4, and as {name} 2; say it once"):
+        llm._options({name: 2, "max_tokens": 4})
+    with pytest.raises(ValidationError, match="not permitted"):
+        kind(engine=engine, max_tokens=3, **{name: 4})
 
 
-@pytest.mark.parametrize("name", ["model", "model_id", "model_name"])
+@pytest.mark.parametrize("name", ["model", "model_name"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_named_as_elsewhere(kind: Any, name: str, tmp_path: Path) -> None:
-    assert kind(**{name: "demo"}, store=tmp_path).engine.name == "demo"
+    llm = kind(**{name: "demo"}, store=tmp_path)
+    assert llm.engine.name == "demo"
+    assert llm._options({name: "demo"}) == llm._options({})
+    with pytest.raises(UsageError, match="this object runs 'demo'"):
+        llm._options({name: "other"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_and_a_dtype_are_named_as_elsewhere(kind: Any, tmp_path: Path) -> None:
+    assert kind(store=tmp_path, base_url="transformers", torch_dtype="float32").dtype == "float32"
+    with pytest.raises(ValidationError, match="backend is 'elsewhere'"):
+        kind(store=tmp_path, base_url="elsewhere")
+
+
+def test_an_answer_is_as_long_as_the_call_says_by_any_name(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine)
+    for name in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
+        assert chat.invoke("the other", **{name: 2}).usage_metadata["output_tokens"] <= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"model_id": "demo"}, "'model'"),
+        ({"request_timeout": 4}, "'timeout'"),
+        ({"openai_api_key": "hush"}, "'api_key'"),
+        ({"recompute_rato": 0.2}, "'recompute_ratio'"),
+        ({"pipeline_kwargs": {"top_k": 5}}, "has no option 'pipeline_kwargs'"),
+    ],
+)
+def test_any_other_name_is_refused_with_the_nearest(
+    kind: Any, given: dict[str, Any], near: str, engine: TransformersEngine
+) -> None:
+    with pytest.raises(ValidationError, match=near) as caught:
+        kind(engine=engine, **given)
+    assert "hush" not in str(caught.value)
+
+
+def test_so_it_is_in_calls(engine: TransformersEngine) -> None:
+    chat = ChatBlend(engine=engine)
+    with pytest.raises(UsageError, match=r"request_timeout=\.\.\.; the nearest is 'timeout'; what a call may set is "):
+        chat.invoke("the other", request_timeout=4)
+    with pytest.raises(UsageError, match="the call has torch_dtype="):
+        chat.invoke("the other", torch_dtype="float32")
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
@@ -56,46 +103,9 @@ def test_a_pipeline_is_a_loaded_model_and_its_tokenizer(tmp_path: Path, stock_mo
     made = pipeline(
         "text-generation", model=stock_model("llama"), tokenizer=make_tokenizer("{{ messages[0].content }}")
     )
-    llm = BlendLLM(pipeline=made, store=tmp_path, max_tokens=2)
+    llm = BlendLLM(model=made, store=tmp_path, max_tokens=2)
     assert llm.generate(["the other"]).llm_output["token_usage"]["completion_tokens"] <= 2
     assert llm.loaded == (made.model, made.tokenizer)
-
-
-def test_a_server_is_named_as_elsewhere() -> None:
-    from ragblend.frameworks.names import as_ours
-
-    assert as_ours({"base_url": "http://host:8000/v1", "openai_api_key": "k"}) == {
-        "backend": "http://host:8000/v1",
-        "api_key": "k",
-    }
-
-
-def test_calls_understand_them_too(engine: TransformersEngine) -> None:
-    chat = ChatBlend(engine=engine)
-    for call in (
-        {"max_new_tokens": 2},
-        {"max_completion_tokens": 2},
-        {"pipeline_kwargs": {"max_new_tokens": 2, "return_full_text": False}},
-    ):
-        assert chat.invoke("the other", **call).usage_metadata["output_tokens"] <= 2
-    shown = chat.invoke("the other", max_tokens=8).text
-    assert chat.invoke("the other", max_tokens=8, stop_sequences=[shown[:1]]).text == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"model_id": "x", "model": "y"}, "say it once"),
-        ({"max_tokens": 3, "max_new_tokens": 4}, "say it once"),
-        ({"pipeline_kwargs": {"num_beams": 4}}, "pipeline_kwargs has num_beams"),
-        ({"pipeline_kwargs": {"return_full_text": True}}, "without its prompt"),
-    ],
-)
-def test_what_contradicts_itself_or_cannot_be_done_is_refused(
-    settings: dict[str, Any], reason: str, engine: TransformersEngine
-) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        ChatBlend(engine=engine, **settings)
 
 
 # --- tokens ---

@@ -14,8 +14,8 @@ from langchain_core.language_models import FakeListChatModel
 
 from ragblend.chains import create_long_document_chain
 from ragblend.demo.corpus import sample_corpus
-from ragblend.engine.hf.engine import TransformersEngine
 from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.frameworks.windows import spans_of, windows_of
 from ragblend.llm import BlendLLM, ChatBlend

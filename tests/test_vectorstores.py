@@ -14,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from ragblend import Chunk, open_index
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
@@ -102,7 +102,7 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_p
         assert known(chat, A, B) == [False, True]
         store.delete(["a"])
         assert known(chat, A, B) == [False, False]
-        assert opened.leftovers().last_id == 0
+        assert opened.orphaned_texts().last_id == 0
 
 
 async def test_async_methods_precompute_too(store: PrecomputingVectorStore, chat: ChatBlend) -> None:

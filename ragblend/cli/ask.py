@@ -1,29 +1,25 @@
-"""`ragblend ask | chat | search | explain`: questions. Parse, retrieve, answer, print."""
+"""`ragblend ask | chat | search`: questions. Parse, retrieve, answer, print."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from ragblend.cli.options import JsonOption, ShowSources, takes
+from ragblend.cli.options import JsonOption, ShowSources, with_settings
 from ragblend.cli.printing import err, out, print_json, print_shadow, print_sources, source_facts
-from ragblend.cli.session import embedder_name, open_engine, open_index_of, retrieve
+from ragblend.cli.session import embedder_name, open_engine, open_settings_index, retrieve
 from ragblend.config import Settings
-from ragblend.errors import UsageError
-from ragblend.redaction import redacted
 
-_ENGINE = "model backend index store remote"
-_SEARCH = "k neighbours order"
-_PLACE = "embedder system namespace dtype device trust_remote_code"
-_ANSWER = f"{_ENGINE} mode rule ratio {_SEARCH} max_tokens temperature shadow {_PLACE}"
+ENGINE_SETTINGS = "model backend index store remote"
+SEARCH_SETTINGS = "k neighbours order"
+PLACE_SETTINGS = "embedder system namespace dtype device trust_remote_code"
+_ANSWER = f"{ENGINE_SETTINGS} mode rule ratio {SEARCH_SETTINGS} max_tokens temperature shadow {PLACE_SETTINGS}"
 
 
-@takes(_ANSWER)
+@with_settings(_ANSWER)
 def ask(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
@@ -34,7 +30,7 @@ def ask(
     """Answer a question from the fused KV caches of the chunks it retrieves."""
     from ragblend.prompt.prompt import SegmentedPrompt
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         hits = retrieve(opened, question, settings)
         made = engine.stream(
             SegmentedPrompt([hit.chunk for hit in hits], question, settings.system), **settings.generation
@@ -63,7 +59,7 @@ def ask(
     err.print(answer.report.summary())
 
 
-@takes(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
+@with_settings(_ANSWER, demo="Chat about the demo's corpus; nothing else is needed.")
 def chat(
     settings: Settings,
     show_sources: ShowSources = False,
@@ -80,10 +76,10 @@ def chat(
 
     What a follow-up refers to is in the turns before it, so the model is asked first what to search for.
     """
-    from ragblend.engine.hf.model import DEMO
+    from ragblend.engine.transformers.model import DEMO
     from ragblend.frameworks.conversation import ChatSession
 
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         session = ChatSession(engine, system=settings.system)
         condenses = engine.name != DEMO if condense is None else condense
         err.print("Ask a question; an empty line or Ctrl-D ends the chat.")
@@ -110,7 +106,7 @@ def chat(
         print_shadow(engine, settings)
 
 
-@takes(f"index {_SEARCH} embedder")
+@with_settings(f"index {SEARCH_SETTINGS} embedder")
 def search(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="What to look for.")],
@@ -125,40 +121,3 @@ def search(
         print_json({"question": question, "sources": [source_facts(hit) for hit in hits]})
     else:
         print_sources(hits)
-
-
-@takes(
-    f"{_ENGINE} rule ratio {_SEARCH} max_tokens {_PLACE}", demo="Ask about the demo's corpus; nothing else is needed."
-)
-def explain(
-    settings: Settings,
-    question: Annotated[str, typer.Argument(help="What to answer from the ingested documents.")],
-    html: Annotated[Path | None, typer.Option("--html", help="Write a web page, one FILE.html.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Write a picture, FILE.png.")] = None,
-    json_: JsonOption = False,
-) -> None:
-    """Show what blending did to a prompt, token by token, and the answer beside full prefill's."""
-    if settings.backend != "transformers":
-        raise UsageError(
-            f"explain compares the KV itself, which {redacted(settings.backend)} keeps; use --backend transformers"
-        )
-    from ragblend.engine.hf.engine import TransformersEngine
-    from ragblend.prompt.prompt import SegmentedPrompt
-    from ragblend.upkeep.explain_page import plot_explanation, summary_lines, write_html
-
-    with open_engine(settings) as engine, open_index_of(settings, engine) as opened:
-        assert isinstance(engine, TransformersEngine)
-        hits = retrieve(opened, question, settings)
-        prompt = SegmentedPrompt([hit.chunk for hit in hits], question, settings.system)
-        explanation = engine.explain(prompt, **replace(settings, mode="blend", temperature=0.0).generation)
-    for path, write in ((html, write_html), (png, plot_explanation)):
-        if path is not None:
-            write(explanation, path)
-            err.print(f"{path} written", markup=False)
-    if json_:
-        print_json({**explanation.as_dict(), "question": question, "sources": [source_facts(hit) for hit in hits]})
-        return
-    for line in summary_lines(explanation):
-        out.print(line, markup=False)
-    if html is None and png is None:
-        err.print("see every token: add --html explain.html or --png explain.png")

@@ -52,16 +52,11 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Serve": {
         "serve": ("serve Qwen/Qwen3-8B --store kv/ --max-model-len 16384   # vLLM's flags go to vLLM",),
-        "top": ("top", "top http://replica-0:8000 http://replica-1:8000 --every 5", "top --once --json"),
     },
     "Measure": {
         "analyze": (
             "analyze requests.jsonl.gz",
             "analyze logs/ --model models/smollm2 --plot analyze.png   # tokens and KV of your model",
-        ),
-        "simulate": (
-            "simulate logs/ --profile profile.json --replicas 1,2,4,8 --router least-queue",
-            "simulate --traffic questions --rate 50 --profile profile.json --remote-tier 0 --plot simulate.png",
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
@@ -71,7 +66,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-class Listed(TyperGroup):
+class FullHelpGroup(TyperGroup):
     """A list of commands with each one's first sentence whole."""
 
     def heading(self, name: str) -> str:
@@ -86,7 +81,7 @@ class Listed(TyperGroup):
                 formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in group if command])
 
 
-class Grouped(Listed):
+class SectionedHelpGroup(FullHelpGroup):
     """That of `ragblend` itself, with a heading for each group."""
 
     def heading(self, name: str) -> str:

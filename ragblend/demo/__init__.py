@@ -3,4 +3,4 @@
 from pathlib import Path
 
 WEIGHTS = Path(__file__).parent / "weights"
-"""The model's folder, as transformers loads it; `tools/demo_model` trained it."""
+"""The model's folder, as transformers loads it; its README.md names the commit that has the trainer."""

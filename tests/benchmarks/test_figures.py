@@ -1,142 +1,254 @@
-"""The paper's figures: each measures what it varies, its runs are those of `bench quality`, its picture shows them."""
+"""Baselines: each asks the prompts that it says, is charged and timed for all of them, and stands beside blending."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
+import torch
 from typer.testing import CliRunner
 
-from benchmarks.figures import FIGURES, app, facts_of, run_figure
-from ragblend.bench.common.configs import BASELINES, QualityConfig
-from ragblend.bench.common.plots import Panel, plot_panel
-from ragblend.bench.quality.study import run_quality
+from benchmarks.baselines import (
+    BASELINES,
+    INSTRUCTION,
+    SUMMARY_TOKENS,
+    Asked,
+    ask_baseline,
+    confidence,
+    map_reduce,
+    map_rerank,
+    reordered,
+)
+from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run_figure
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.load import load_engine
+from ragblend.engine.report import BlendReport
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.plots import plot_panel
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import build_prompt, demo_cases
+from ragblend.lab.quality.measures import FULL, Answer
+from ragblend.lab.quality.study import QualityResult, measure, run_quality, table_lines
+from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
 
-LEVELS = ["full", "prefix", "reuse"]
+CONFIG = QualityConfig(num_questions=28)
+TOKENS = CONFIG.answer_tokens
+ONE_HOP = "In which city was Otto Sutton born?"
 
 
-def untimed(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in run.items() if key != "ttft_s"} for run in runs]
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformersEngine]:
+    with load_engine("demo", dtype="float32", on_miss="inline") as found, torch.inference_mode():
+        assert isinstance(found, TransformersEngine)
+        yield found
 
 
-def called(number: int, tmp_path: Path, *options: str) -> Result:
-    files = ["--out", str(tmp_path / "found" / "figure.json"), "--plot", str(tmp_path / "figure.png")]
-    return CliRunner().invoke(app, [str(number), "--embedder", "hashing", *options, *files])
-
-
-def drawn(number: int, tmp_path: Path, *options: str) -> dict[str, Any]:
-    """What the command wrote, of all questions."""
-    pytest.importorskip("matplotlib")
-    ran = called(number, tmp_path, *options)
-    assert ran.exit_code == 0, ran.output
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    facts: dict[str, Any] = json.loads((tmp_path / "found" / "figure.json").read_text())
-    assert (facts["command"], facts["figure"]) == ("benchmarks.figures", number)
-    assert facts["hardware"]["torch"]
-    assert str(tmp_path) not in json.dumps(facts)
-    facts["runs"] = [run for run in facts["runs"] if run["kind"] == "all"]
-    assert sum(line.startswith(("full", "map_rerank")) for line in ran.output.splitlines()) == sum(
-        run["mode"] in ("full", "map_rerank") for run in facts["runs"]
-    )
-    return facts
+@pytest.fixture(scope="module")
+def case() -> QaCase:
+    return next(case for case in demo_cases(CONFIG) if ONE_HOP in case.question)
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """Three questions over passages long enough to be cut into chunks of several lengths."""
-    passages = [f"{name} Oster lives in Dublin, by the {name} bridge. " * 12 for name in ("Mara", "Ada", "Ida")]
-    asked = [
-        {"question": f"Where does {name} live?", "answers": ["Dublin"], "passages": passages}
-        for name in ("Mara", "Ada", "Ida")
+def prompt(engine: TransformersEngine, case: QaCase) -> SegmentedPrompt:
+    return build_prompt(case, engine, HashingEmbedder(), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def result() -> QualityResult:
+    return run_figure(FigureConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
+
+
+def texts_of(prompt: TokenizedPrompt) -> list[str]:
+    return [segment.chunk.text for segment in prompt.chunk_segments if segment.chunk is not None]
+
+
+# -- what is asked
+
+
+def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+) -> None:
+    last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
+    (chosen,) = texts_of(last.prompt)
+    assert last.answer.text == case.answers[0]
+    assert case.answers[0] in chosen
+    assert chosen != prompt.chunks[0].text  # not the first for want of a reason
+    alone = {
+        chunk.text: engine.generate(
+            SegmentedPrompt([chunk], case.question, case.system), mode="full", max_tokens=TOKENS
+        )
+        for chunk in prompt.chunks
+    }
+    assert last.answer.text == alone[chosen].text
+    assert len({each.text for each in alone.values()}) > 1
+
+
+def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+) -> None:
+    last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
+    ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
+    logits = engine.layers.model(torch.tensor([[*ids, *answered]])).logits[0].double().log_softmax(-1)
+    expected = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(answered)]
+    assert last.answer.ended
+    assert confidence(engine, last) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+
+
+def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+) -> None:
+    instruction = INSTRUCTION.format(question=case.question)
+    said = [
+        engine.generate(SegmentedPrompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
+        for chunk in prompt.chunks
     ]
-    (tmp_path / "mine.json").write_text(json.dumps(asked))
-    return tmp_path / "mine.json"
+    last = ask_baseline("map_reduce", engine, prompt, case, TOKENS)
+    assert texts_of(last.prompt) == [text for text in said if text]
+    over = engine.generate(SegmentedPrompt(texts_of(last.prompt), case.question), mode="full", max_tokens=TOKENS)
+    assert last.answer.text == over.text
 
 
-def test_quality_over_ttft_has_both_rules_and_every_baseline(tmp_path: Path) -> None:
-    facts = drawn(12, tmp_path, "--questions", "2")
-    assert [(run["mode"], run["rule"], run["ratio"]) for run in facts["runs"]] == [
+def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+) -> None:
+    chunks = list(prompt.chunks)
+    assert reordered(chunks) != chunks
+    assert sorted(chunk.text for chunk in reordered(chunks)) == sorted(chunk.text for chunk in chunks)
+    assert reordered(chunks[::-1]) == reordered(chunks)
+    assert reordered(chunks[2:]) == [chunk for chunk in reordered(chunks) if chunk in chunks[2:]]
+    canonical = SegmentedPrompt(reordered(chunks), case.question, case.system)
+    full = measure(engine, canonical, case, [FULL], TOKENS, {})[0][FULL]
+    (there,) = measure_baselines(engine, canonical, case, ["reorder"], TOKENS).values()
+    assert (there.first_token_kl, there.answer_kl, there.agreement) == (0.0, 0.0, 1.0)
+    assert there.gold_loss == full.gold_loss
+    (moved,) = measure_baselines(engine, prompt, case, ["reorder"], TOKENS).values()
+    assert moved.first_token_kl > 0  # of the order, as asked: full prefill of both
+    assert moved.gold_loss == full.gold_loss
+
+
+# -- what it costs
+
+
+def test_every_prompt_that_a_baseline_prefills_is_charged(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt
+) -> None:
+    def count(chunks: Sequence[Part], question: str) -> int:
+        return engine.segmenter.tokenize(SegmentedPrompt(chunks, question, case.system)).num_tokens
+
+    asked = count(prompt.chunks, case.question)
+    alone = sum(count([chunk], case.question) for chunk in prompt.chunks)
+    mapped = sum(count([chunk], INSTRUCTION.format(question=case.question)) for chunk in prompt.chunks)
+    found = {name: ask_baseline(name, engine, prompt, case, TOKENS) for name in BASELINES}
+    charged = {name: last.answer.report.charged_budget for name, last in found.items()}
+    assert charged["reorder"] == 1.0
+    assert charged["map_rerank"] == pytest.approx(alone / asked)
+    assert charged["map_reduce"] == pytest.approx((mapped + found["map_reduce"].prompt.num_tokens) / asked)
+    assert all(last.answer.report.charged_budget_32 == charged[name] for name, last in found.items())
+
+
+def scripted(texts: Sequence[str]) -> tuple[list[tuple[tuple[Part, ...], str]], Any]:
+    """What is asked, and an Ask that answers with `texts` in turn: 1 s to prefill, 3 s with decoding."""
+    asked: list[tuple[tuple[Part, ...], str]] = []
+
+    def ask(chunks: Sequence[Part], question: str, system: str | None, max_tokens: int) -> Asked:
+        text = texts[len(asked)]
+        asked.append((tuple(chunks), question))
+        found = Answer(text, True, torch.zeros(1), BlendReport("full"), (0,), None, ttft_s=1.0)  # type: ignore[arg-type]
+        return Asked(found, TokenizedPrompt(()), 3.0)
+
+    return asked, ask
+
+
+def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
+    case = QaCase("Who?", ("Ada",), ())
+    asked, ask = scripted(["one", " ", "three", "Ada"])
+    last = map_reduce(ask, ["a", "b", "c"], case, TOKENS)
+    assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0 + 1.0)
+    assert asked[-1] == (("one", "three"), "Who?")  # of a chunk that nothing is said of, nothing is asked
+    asked, ask = scripted(["Bob", "Ada", "Eve"])
+    last = map_rerank(ask, ["a", "b", "c"], case, TOKENS, lambda each: -len(asked) + (each.answer.text == "Ada"))
+    assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0)  # decoding, too: only then it is known
+    assert asked == [((chunk,), "Who?") for chunk in "abc"]
+    tied = map_rerank(scripted(["Bob", "Ada"])[1], ["a", "b"], case, TOKENS, lambda each: 0.0)
+    assert tied.answer.text == "Bob"
+
+
+def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(
+    engine: TransformersEngine, case: QaCase, prompt: SegmentedPrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine.segmenter), "decode", lambda self, ids: "")
+    (found,) = measure_baselines(engine, prompt, case, ["map_reduce"], TOKENS).values()
+    assert found.first_token_kl > 0
+
+
+# -- beside the others
+
+
+def test_baselines_have_runs_and_lines_like_every_mode(result: QualityResult) -> None:
+    facts = result.as_dict()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert facts["config"]["baselines"] == [*BASELINES]
+    runs = {run["mode"]: run for run in facts["runs"] if run["kind"] == "all"}
+    assert list(runs) == ["full", "prefix", "reuse", "blend", *BASELINES]
+    for name in BASELINES:
+        assert set(runs[name]) == set(runs["full"])
+        assert (runs[name]["rule"], runs[name]["ratio"], runs[name]["context"]) == ("none", 1.0, "none")
+        assert sum(line.startswith(name) for line in table_lines(result)) == 1
+
+
+def test_what_stands_beside_them_is_what_bench_quality_finds(result: QualityResult) -> None:
+    alone = run_quality(QualityConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
+
+    def untimed(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept = [run for run in runs if run["mode"] not in BASELINES]
+        return [{key: value for key, value in run.items() if key != "ttft_s"} for run in kept]
+
+    assert untimed(result.as_dict()["runs"]) == untimed(alone.as_dict()["runs"])
+
+
+def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result: QualityResult) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    runs = [run for run in result.as_dict()["runs"] if run["kind"] == "all"]
+    for panel in PANELS:
+        axes = Figure().add_subplot()
+        plot_panel(axes, panel, runs)
+        exact = set() if panel.name == "answer_kl" else {"full", "prefix"}
+        if any(run[panel.name] is not None for run in runs):  # ROUGE-L needs its package
+            assert set(axes.get_legend_handles_labels()[1]) == {"reuse", "cacheblend", *exact, *BASELINES}
+        fast, slow = Figure().subplots(1, 2)  # times far apart are told apart only so
+        plot_panel(fast, panel, [{**run, "ttft_s": 1.0} for run in runs])
+        plot_panel(slow, panel, [{**run, "ttft_s": 30.0 if run["mode"] in BASELINES else 1.0} for run in runs])
+        assert (fast.get_xscale(), slow.get_xscale()) == ("linear", "log")
+
+
+def test_the_command_writes_the_object_and_draws_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--out", str(tmp_path / "found" / "figure.json"), "--plot", str(tmp_path / "figure.png")]
+    ran = CliRunner().invoke(app, ["--embedder", "hashing", "--questions", "2", *files])
+    assert ran.exit_code == 0, ran.output
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    facts = json.loads((tmp_path / "found" / "figure.json").read_text())
+    assert (facts["command"], facts["figure"]) == ("benchmarks.figures", 12)
+    assert str(tmp_path) not in json.dumps(facts)
+    assert [(run["mode"], run["rule"], run["ratio"]) for run in facts["runs"] if run["kind"] == "all"] == [
         ("full", "none", 1.0), ("prefix", "none", 0.0), ("reuse", "none", 0.0),
         *(("blend", rule, ratio) for rule, ratio in product(("ask", "cacheblend"), (0.05, 0.15))),
         *((name, "none", 1.0) for name in BASELINES),
     ]  # fmt: skip
-    assert {panel.place for panel in FIGURES[12].panels} == {"ttft_s"}
 
 
-def test_ratios_are_lines_and_what_has_none_is_a_level(tmp_path: Path) -> None:
-    facts = drawn(15, tmp_path, "--questions", "1", "--ratios", "0.5,0.02", "--rules", "cacheblend")
-    blends = [run for run in facts["runs"] if run["mode"] == "blend"]
-    assert [run["ratio"] for run in blends] == [0.5, 0.02]
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    plot_panel(axes, Panel("ratio", "ttft_s", ""), facts["runs"])
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    for name in LEVELS:
-        (level,) = {run["ttft_s"] for run in facts["runs"] if run["mode"] == name}
-        assert [*lines[name].get_ydata()] == [level, level]
-    (bars,) = axes.containers
-    assert [*bars[0].get_xdata()] == [0.02, 0.5]
-    assert [*bars[0].get_ydata()] == [blends[1]["ttft_s"], blends[0]["ttft_s"]]
-
-
-def test_chunk_lengths_are_measured_one_after_the_other(tmp_path: Path, own: Path) -> None:
-    facts = drawn(
-        16, tmp_path, "--data", str(own), "--part", "all", "--chunks", "3", "--chunk-tokens", "40,20", "--rules",
-        "first_k", "--ratios", "0.1,0.3",
-    )  # fmt: skip
-    assert (facts["config"]["chunk_tokens"], facts["num_questions"]) == ([40, 20], [3, 3])
-    per_length = {length: [run for run in facts["runs"] if run["chunk_tokens"] == length] for length in (40, 20)}
-    longer, shorter = ({run["prompt_tokens"] for run in per_length[length]} for length in (40, 20))
-    assert min(longer) - max(shorter) > 3 * 20 / 2
-    assert [len(runs) for runs in per_length.values()] == [5, 5]
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    plot_panel(axes, Panel("chunk_tokens", "first_token_kl", ""), facts["runs"])
-    lines = {bars.get_label(): bars[0] for bars in axes.containers}
-    assert set(lines) == {"reuse", "first_k 10%", "first_k 30%"}  # a line per ratio; full prefill is no distance
-    assert all([*line.get_xdata()] == [20, 40] for line in lines.values())
-
-
-def test_a_point_of_a_figure_is_a_run_of_bench_quality() -> None:
-    config = QualityConfig(num_questions=2, rules=("cacheblend",), ratios=(0.15,), modes=("blend",), embedder="hashing")
-    results = run_figure(17, config, [6, 4])
-    facts = facts_of(17, results)
-    made = ("num_chunks", "chunk_tokens", "prompt_tokens")
-    for count in (4, 6):
-        alone = run_quality(replace(config, num_chunks=count)).as_dict()
-        here = [run for run in facts["runs"] if run["num_chunks"] == count]
-        assert {run["prompt_tokens"] for run in here} == {alone["prompt_tokens"]}
-        own = [{name: value for name, value in run.items() if name not in made} for run in here]
-        assert untimed(own) == untimed(alone["runs"])
-
-
-@pytest.mark.parametrize(
-    ("number", "options", "says"),
-    [
-        (16, ("--data", "demo"), "lookup"),
-        (16, ("--data", "lookup", "--chunk-tokens", ""), "no chunk_tokens"),
-        (17, ("--chunks", "4,0"), "num_chunks is 0"),
-        (17, ("--chunks", "4.5"), "whole numbers"),
-        (12, ("--baselines", "map_refine"), "map_refine"),
-        (15, ("--ratios", "2"), "2.0"),
-        (14, ("--rules", "best"), "best"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_before_anything_is_run(
-    number: int, options: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    for place in ("quality.study.run_quality", "throughput.run_throughput"):
-        monkeypatch.setattr(f"ragblend.bench.{place}", lambda *_: pytest.fail("measured first"))
-    ran = CliRunner().invoke(app, [str(number), *options, "--plot", str(tmp_path / "x.png")])
-    assert isinstance(ran.exception, UsageError)
-    assert says in str(ran.exception)
-    assert not (tmp_path / "x.png").exists()
+def test_an_unknown_baseline_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"'map_refine'; choose from map_reduce, map_rerank, reorder"):
+        FigureConfig(baselines=("map_refine",))  # type: ignore[arg-type]
+    monkeypatch.setattr("benchmarks.figures.run_quality", lambda *_: pytest.fail("measured first"))
+    for options in (["--baselines", "reorder,stuff"], ["--ratios", "2"]):
+        ran = CliRunner().invoke(app, options)
+        assert isinstance(ran.exception, UsageError), ran.output

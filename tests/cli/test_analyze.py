@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from commands import run_command
 
-from ragblend.bench.traffic.models import kv_bytes_per_token
 from ragblend.demo import WEIGHTS
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.lab.traffic.models import kv_bytes_per_token
 
 PASSAGES = [" ".join(f"{word}{number}" for word in ("lease", "signed", "office", "rent") * 15) for number in range(8)]
 
@@ -32,7 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "logs").mkdir()
     with gzip.open("logs/a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(request(number)) + "\n" for number in range(60))
-    Path("logs/b.json").write_text(json.dumps([request(number) for number in range(60, 90)]), encoding="utf-8")
+    lines = (json.dumps({"body": request(number)}) + "\n" for number in range(60, 90))
+    Path("logs/b.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
 
@@ -168,7 +169,7 @@ def test_a_log_can_be_piped(folder: Path) -> None:
 
 
 def test_texts_that_a_store_knows_are_chunks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ragblend.corpus.texts import REGISTRY_FILE, ChunkRegistry
+    from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
 
     assert found_in(capsys, "logs")["marked_share"] == 0
     Path("kv").mkdir()

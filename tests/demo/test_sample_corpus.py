@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from ragblend.chunker import split
+from ragblend.corpus.documents import Document
+from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import sample_corpus
+from ragblend.demo.show import CHUNK_TOKENS
 
 
 def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
@@ -20,12 +26,25 @@ def test_every_gold_span_stands_in_its_record_and_in_the_chunks_named() -> None:
         for span in question.gold:
             assert texts[span["source"]][span["start"] : span["end"]] == span["text"]
             assert any(span["text"] in chunks[number] for number in gold)
+        if question.kind not in ("comparison", "not_stated"):
+            assert question.answer in question.gold[-1]["text"]
 
 
 def test_the_first_records_are_a_corpus_of_their_own(tmp_path: Path) -> None:
-    few = sample_corpus().first(4)
+    few = sample_corpus().first_records(4)
     few.write(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
     assert len(lines) > 12
     assert len(list(tmp_path.glob("*.md"))) == 4
     assert all((tmp_path / span["source"]).exists() for line in lines for span in line["gold"])
+
+
+def test_the_demo_cuts_records_into_their_paragraphs() -> None:
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(" " + " ".join(text.split())).ids)
+
+    for record in sample_corpus().records:
+        cut = split(Document(record.markdown, record.filename), count, CHUNK_TOKENS)
+        assert tuple(chunk.text for chunk in cut) == record.chunks

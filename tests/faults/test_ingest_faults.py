@@ -15,9 +15,8 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
+from ragblend.operations.maintenance import verify_store
 from ragblend.precompute import ingest, open_engine_index
-from ragblend.upkeep.maintenance import verify_store
-from tools.demo_model import corpus as corpus_of_seed
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
@@ -49,8 +48,11 @@ print(done)
 
 
 def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
-    for seed in range(3):
-        corpus_of_seed.write_corpus(corpus_of_seed.build_corpus(seed), tmp_path / "corpus" / str(seed))
+    for copy in range(3):  # each paragraph with a number in front: no two copies share a chunk
+        (tmp_path / "corpus" / str(copy)).mkdir(parents=True)
+        for record in sample_corpus().records:
+            text = record.markdown.replace("\n\n", f"\n\n{copy} ")
+            (tmp_path / "corpus" / str(copy) / record.filename).write_text(text)
     places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
     command = [sys.executable, "-c", KILLER, *places, str(NUM_KILLS)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -63,7 +65,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
         )
         with open_index(tmp_path / "index") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
-            assert index.check() == []
+            assert index.find_problems() == []
     assert report.num_new_kv + report.num_known_kv == report.num_chunks > 200
     verified = verify_store(tmp_path / "kv", tmp_path / "index")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
@@ -121,7 +123,7 @@ def test_verify_names_every_flipped_file(ingested, counted):
         path.write_bytes(original)
         for leftover in path.parent.glob(f"{path.stem}*damaged*"):
             leftover.unlink()
-    assert not verify_store(ingested / "kv", ingested / "index").is_bad
+    assert not verify_store(ingested / "kv", ingested / "index").has_problems
     counted(f"{len(paths)} damaged files: verify names them and no other")
 
 

@@ -38,7 +38,7 @@ def commands() -> Iterator[Commands]:
 
 @pytest.fixture
 def place(tmp_path: Path, commands: Commands) -> Place:
-    """Six documents, ingested with their neighbours' KV; one is pinned."""
+    """Six documents, ingested in the context `similar`; one is pinned."""
     found = Place(tmp_path / "work", tmp_path / "kept")
     found.work.mkdir()
     for name in ("amber", "basalt", "copper", "denim", "ebony", "flint"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from langchain_core.language_models import BaseChatModel, BaseLLM
 
-from ragblend.frameworks.names import ALSO_CALLED
+from ragblend.frameworks.model import ALSO_CALLED, CallOptions
 from ragblend.llm import BlendLLM, ChatBlend
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
@@ -46,7 +46,7 @@ def test_the_table_is_read() -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: ",".join(sorted(row.ours or row.openai or row.hugging_face)))
 def test_what_is_named_as_ours_exists(row: Row) -> None:
-    known = {*ChatBlend.model_fields, *BlendLLM.model_fields, *ALSO_CALLED, "pipeline_kwargs"}
+    known = {*ChatBlend.model_fields, *BlendLLM.model_fields, *ALSO_CALLED}
     missing = [each for each in row.ours - known if not (hasattr(ChatBlend, each) or hasattr(BlendLLM, each))]
     assert not missing
 
@@ -62,8 +62,6 @@ def test_only_names_that_exist_are_called_our_own() -> None:
     section = (
         PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition("Only here:")[2].partition("LlamaIndex")[0]
     )
-    from ragblend.frameworks.model import CallOptions
-
     names = NAME.findall(section)
     assert len(names) > 5
     assert set(names) <= {*ChatBlend.model_fields, *CallOptions.__dataclass_fields__}

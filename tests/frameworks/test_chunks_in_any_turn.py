@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
     VideoBlock,
 )
 
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend

@@ -9,7 +9,7 @@ import pytest
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.chains import REPHRASE_PROMPT
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.conversation import REPHRASE, ChatSession
 
 CHUNKS = ["George Keller lives in Kinport.", "Julia Bishop works for Synon.", "Synon is based in Wesstad."]

@@ -34,19 +34,20 @@ class Continued(Reference):
         selected: list[int],
         question: int | None = None,
         avoid: Sequence[int] = (),
-        layer: int = 1,
+        global_layers: Sequence[int] = (),
     ) -> Blended:
-        """Blend at `ratio`; a rule without deviation is told the selection, which its own tests check.
+        """Blend at `ratio`; `random` is told the selection, which its own tests check.
 
-        `repair` asks at `layer`: the question starts at `question`, template tokens `avoid` are chosen last.
+        `ask` asks in every layer: the question starts at `question`, template tokens `avoid` are chosen last. The
+        others measure at layer 1. Beside layers that see a window, those are the global ones, and the first of them.
         """
         if rule == "ask":
-            result = self.blend(parts, {}, told=selected, carry=RULES[rule].carry)
-        elif rule == "first_k":
+            read = global_layers or range(self.num_layers)
+            result = self.blend(parts, {0: ratio}, rule, avoid, read, question, carry=RULES[rule].drift_gain)
+        elif rule == "random":
             result = self.blend(forced(parts, set(selected)), {1: 0.0})
-        elif rule == "repair":
-            result = self.blend(parts, {layer: ratio}, rule, min(0.6, 12 * ratio), avoid, [layer], question)
         else:
+            layer = global_layers[0] if global_layers else 1
             result = self.blend(parts, {layer: ratio}, "k" if rule == "cacheblend_k" else "v")
         self._now = result
         self._logits = [result.logits]

@@ -14,7 +14,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
-from ragblend.engine.tuning.pipeline import MachineProfile
+from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
 from ragblend.engine.vllm.launch import Checkpoint
 
@@ -123,23 +123,6 @@ def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -
     return report(ask(llm, [*prefix, *chunk, 7], params, max_tokens=1, logprobs=None))
 
 
-@contextmanager
-def reading_at(store: Path, prefix: list[int], layer: int) -> Iterator[None]:
-    """A calibration in `store`, for prompts that begin with `prefix`: `repair` reads the question at `layer`."""
-    from ragblend.engine.store.disk import DiskStore
-    from ragblend.engine.tuning.calibration import Calibration, CurvePoint, Fit, keep_calibration
-
-    disk = DiskStore(store)
-    points = tuple(CurvePoint(ratio, ratio, 0.5, 0.4, 0.6, 1.0, 0.0) for ratio in (0.0, 1.0))
-    fit = Fit("repair", layer, 0.15, True, points)
-    facts = (next(iter(disk.models())), tuple(prefix), "", 1e9, 0.5, 60, "k 3")
-    path = keep_calibration(disk, Calibration(*facts, (fit,)))
-    try:
-        yield
-    finally:
-        path.unlink()
-
-
 def free_blocks(llm: Any) -> int:
     """Blocks that no request holds."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -174,14 +157,14 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     from ragblend.engine.vllm import worker as vllm_worker
 
     selections: list[list[int]] = []
-    note_fused = vllm_worker.note_fused
+    note_fused = vllm_worker.record_fusion
 
     def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
         selections.append(result.recomputed.tolist())
         note_fused(report, starts, stored, plan, result)
 
-    vllm_worker.note_fused = recording
+    vllm_worker.record_fusion = recording
     try:
         yield selections
     finally:
-        vllm_worker.note_fused = note_fused
+        vllm_worker.record_fusion = note_fused

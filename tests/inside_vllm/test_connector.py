@@ -17,7 +17,7 @@ pytestmark = pytest.mark.smoke
 
 
 def test_settings_are_read_from_json_values():
-    config = ConnectorConfig.read({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "first_k"})
+    config = ConnectorConfig.read({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "random"})
     assert config.prefix_ids == (1, 2)
     assert config.ratio == 0.2
     assert ConnectorConfig.read({"ratio": "auto"}).ratio == "auto"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ragblend import Chunk, SegmentedPrompt, load_engine
-from ragblend.engine.fusion.lookup import remembered_context
+from ragblend.engine.fusion.lookup import read_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
@@ -58,12 +58,12 @@ def index(vllm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fill(vllm, tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("policy", ["similar", "fixed", "neighbour", "none"])
+@pytest.mark.parametrize("policy", ["similar", "none"])
 def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm, index, model, tmp_path):
     with open_engine_index(index, vllm, create=False) as opened:
         precompute_index(vllm, opened, policy)
         root = next(tier.root for tier in vllm.store.tiers if isinstance(tier, DiskStore))
-        assert remembered_context(vllm.store) == policy
+        assert read_context_policy(vllm.store) == policy
         with load_engine(model, tmp_path / "kv", dtype="float32", on_miss="inline") as ours:
             precompute_index(ours, opened, policy)
             theirs = {header.key: header for header in DiskStore(root).headers()}
@@ -77,14 +77,9 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                     torch.testing.assert_close(found.keys, expected.keys, atol=1e-3, rtol=1e-3)
                     torch.testing.assert_close(found.values, expected.values, atol=1e-3, rtol=1e-3)
             prompt = SegmentedPrompt(TEXTS[:3], "what is the theory?")
-            for mode, first in (("reuse", policy if policy == "fixed" else "none"), ("reuse", "none")):
-                report = vllm.generate(prompt, mode=mode, max_tokens=2).report
-                vllm.flush()  # what stood in the first place is stored alone by now
-                rest = "none" if policy == "neighbour" else policy
-                assert [chunk.context for chunk in report.chunks] == [first, rest, rest]
-                assert [chunk.exact for chunk in report.chunks] == [first == "none", False, False]
-            if policy == "fixed":
-                ours.precompute(Chunk(TEXTS[0], context="none"))
+            report = vllm.generate(prompt, mode="reuse", max_tokens=2).report
+            assert [chunk.context for chunk in report.chunks] == ["none", policy, policy]
+            assert [chunk.exact for chunk in report.chunks] == [True, False, False]
             for mode in ("reuse", "blend"):
                 answers = [
                     engine.generate(prompt, mode=mode, rule="cacheblend", max_tokens=6) for engine in (vllm, ours)
@@ -95,20 +90,11 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                 ]
 
 
-def test_a_neighbour_version_is_exact_behind_the_chunk_that_starts_the_prompt(vllm):
-    first, second = "is the chunk that", "and what is in it"
-    vllm.keep_context("neighbour")
-    for chunk in (Chunk(first, context="none"), Chunk(second, context="neighbour", behind=(first,))):
-        vllm.precompute(chunk)
-    report = vllm.generate(SegmentedPrompt([first, second], "what?"), mode="reuse", max_tokens=1).report
-    assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [(True, "none"), (True, "neighbour")]
-
-
 def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
     a, b, c = "the answer to that theory", "is the question", "of the other chunk"
     for text in (a, b):
         vllm.precompute(Chunk(text, context="none"))
-    similar = Chunk(c, context="similar", behind=(a, b))
+    similar = Chunk(c, context="similar", context_texts=(a, b))
     vllm.precompute(similar)
     disk = next(tier for tier in vllm.store.tiers if isinstance(tier, DiskStore))
     before = [tuple(disk.get(vllm.key(similar)).layer(layer)) for layer in range(6)]
@@ -128,7 +114,6 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
     [
         {"spans": [[1, 3], [4, 6]]},
         {"spans": [[1, 3]], "context": "similar"},
-        {"spans": [[1, 3], [4, 6]], "context": "fixed"},
         {"spans": [[1, 3]], "context": "every"},
         {"spans": [], "context": "similar"},
     ],

@@ -21,7 +21,6 @@ from served import environment
 from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.upkeep.top import between, look
 
 sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from charts import CHART, container, rendered
@@ -139,15 +138,6 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod: Po
     names = metrics_in(asked)
     assert len(names) >= 15
     assert names <= pod.metrics()
-
-
-def test_top_shows_what_the_server_counts(pod: Pod) -> None:
-    seen = look([pod.url])
-    now = between(None, seen)
-    assert now.asked_s == seen.value("vllm:ragblend_requests_total") > 0
-    assert now.ttft["any"].count > 0
-    assert now.models
-    assert {"memory", "disk"} <= set(now.tiers)
 
 
 def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod: Pod, cache: RedisServer) -> None:

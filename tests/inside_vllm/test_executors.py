@@ -16,25 +16,24 @@ from harness import (
     ingest,
     machine,
     random_ids,
-    reading_at,
     recorded_selections,
     report,
     tokens,
 )
 from reference import Span
 
-from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.machine import serving_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
-from ragblend.engine.vllm.loading import MemoryChange
+from ragblend.engine.vllm.loading import MemoryTierDelta
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
 SPANS = [[5, 66], [66, 106], [106, 181]]
 
 
-def assert_exact(llm: Any, stock: Callable[[str], Any], store: Path) -> None:
+def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     """Ingest, then compare with vLLM's own prefill and with the independent CacheBlend."""
     for chunk in CHUNKS:
         assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
@@ -43,19 +42,13 @@ def assert_exact(llm: Any, stock: Callable[[str], Any], store: Path) -> None:
     assert tokens(whole) == tokens(ask(llm, IDS))
     parts = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
     reference = Continued(stock("llama"))
-
-    def agree(rules: tuple[str, ...], layer: int) -> None:
-        cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in rules]
-        params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
-        # All at once, so that those with few tokens to recompute share passes.
-        for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
-            expected = reference.blended(parts, ratio, rule, [], layer=layer)
-            assert report(output)["num_recomputed_tokens"] == len(expected.selected)
-            assert_close(output, reference)
-
-    agree(("cacheblend", "cacheblend_k", "repair"), 1)
-    with reading_at(store, PREFIX, 4):
-        agree(("repair",), 4)
+    cases = [(rule, ratio) for ratio in (0.0, 0.05, 0.15, 0.5) for rule in ("cacheblend", "cacheblend_k", "ask")]
+    params = [{"mode": "blend", "rule": rule, "ratio": ratio, "spans": SPANS} for rule, ratio in cases]
+    # All at once, so that those with few tokens to recompute share passes.
+    for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
+        expected = reference.blended(parts, ratio, rule, [])
+        assert report(output)["num_recomputed_tokens"] == len(expected.selected)
+        assert_close(output, reference)
 
 
 def assert_close(output: Any, reference: Continued) -> None:
@@ -72,13 +65,13 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
     write_profile(tmp_path / "two", machine(found, 2.0, serving_facts(None, 2)))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
-        assert_exact(llm, stock, tmp_path / "two")
+        assert_exact(llm, stock)
         # The disk is so slow that nothing would be reused from there; the ranks, in other processes, tell of memory.
         blended = report(ask(llm, IDS, {"mode": "blend", "spans": SPANS}))
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO
         loading = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loading
-        loading.note(MemoryChange(gone=tuple(DiskStore(tmp_path / "two").keys())))
+        loading.note(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
         refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
         assert tokens(refused) == tokens(ask(llm, IDS))
@@ -96,7 +89,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
 
 def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
     with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
-        assert_exact(llm, stock, tmp_path)
+        assert_exact(llm, stock)
 
 
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
@@ -113,14 +106,13 @@ def test_a_long_question_in_chunks_of_a_prefill(
     spans = [*SPANS, [181, 471]]
     reference = Continued(stock("llama"))
     with engine(checkpoint("llama"), tmp_path, {"slice_tokens": 30}, skip_tokenizer_init=True, **options) as llm:
-        assert_exact(llm, stock, tmp_path)
+        assert_exact(llm, stock)
         free = free_blocks(llm)
-        for layer in (1, 4):
-            with reading_at(tmp_path, PREFIX, layer), recorded_selections() as selections:
-                output = ask(llm, ids, {"mode": "blend", "rule": "repair", "ratio": 0.15, "spans": spans})
-            assert selections == [reference.blended(parts, 0.15, "repair", [], 471, layer=layer).selected]
-            assert_close(output, reference)
+        with recorded_selections() as selections:
+            output = ask(llm, ids, {"mode": "blend", "rule": "ask", "ratio": 0.15, "spans": spans})
+        assert selections == [reference.blended(parts, 0.15, "ask", [], 471).selected]
+        assert_close(output, reference)
         # Asking costs more here than it brings, so the default falls back to the rule that needs no question.
-        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == "cacheblend"
-        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == "repair"
+        assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15, "spans": spans}))["rule"] == NO_PROBE_RULE
+        assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15, "spans": SPANS}))["rule"] == DEFAULT_RULE
         assert free_blocks(llm) == free

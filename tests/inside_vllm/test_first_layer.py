@@ -15,7 +15,7 @@ from harness import ask, ask_all, connector_worker, engine, ingest, random_ids, 
 from reference import Span
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, restored
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
 from ragblend.engine.vllm.layers import VllmLayers
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
@@ -24,7 +24,7 @@ SPANS = [[5, 66], [66, 106], [106, 181]]
 PARTS = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
 NUM_LAYERS, NUM_CHUNK_TOKENS = 6, 61 + 40 + 75
 QKV = ("q_pr", "k_pr", "v_pr", "qkv_")
-RULES = ("repair", "cacheblend", "cacheblend_k", "first_k")
+RULES = ("ask", "cacheblend", "cacheblend_k", "random")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe", "phi3"])
@@ -48,7 +48,7 @@ def forget_memory(*but: str) -> None:
 
 
 def params(**changes: Any) -> dict[str, Any]:
-    return {"mode": "blend", "rule": "repair", "ratio": 0.15, "spans": SPANS, **changes}
+    return {"mode": "blend", "rule": "ask", "ratio": 0.15, "spans": SPANS, **changes}
 
 
 class _Watched:
@@ -66,7 +66,7 @@ class _Watched:
         return self._kv.nbytes
 
     def layer(self, index: int) -> LayerKV:
-        return restored(self.stored_layer(index))
+        return dequantized(self.stored_layer(index))
 
     def stored_layer(self, index: int) -> StoredLayer:
         self._reads.append(index)
@@ -131,7 +131,7 @@ def test_from_disk_as_from_memory_and_as_the_independent_cacheblend(served, stoc
         assert selections[0] == selections[1]
         assert_same_answer(read, held)
         expected = reference.blended(PARTS, ratio, rule, selections[1], SPANS[-1][1])
-        if rule != "first_k" and ratio:
+        if rule != "random" and ratio:
             assert selections[1] == expected.selected
         answer = tokens(read)
         for step, logprobs in enumerate(read.outputs[0].logprobs):

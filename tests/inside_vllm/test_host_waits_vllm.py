@@ -27,7 +27,7 @@ def looks(
     with pytest.MonkeyPatch.context() as patch, engine_of(kind, model, place / "kv", patch) as llm:
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
-        for rule in ("ask", "cacheblend", "first_k"):
+        for rule in ("ask", "cacheblend", "random"):
             ask(llm, random_ids(9, 3), None, 1)
             params = blend_params(prompt, 0.15, rule)
             ask(llm, prompt.ids, params, 1)  # what is made once: the prefix' KV, a self-check

@@ -13,7 +13,7 @@ from ragblend.config import Settings
 from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, serving_facts
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError
-from ragblend.upkeep.measure import find_profile
+from ragblend.lab.profile import find_profile
 
 
 def test_vllm_is_profiled_and_planned_with(

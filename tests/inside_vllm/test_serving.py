@@ -60,7 +60,7 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, An
         ids, spans = prompt_of(chunks, dice.randrange(4))
         params = {
             "mode": dice.choice(["blend", "blend", "blend", "reuse"]),
-            "rule": dice.choice(["auto", "repair", "cacheblend_k", "cacheblend", "first_k"]),
+            "rule": dice.choice(["auto", "ask", "cacheblend_k", "cacheblend", "random"]),
             "ratio": dice.choice([0.05, 0.15, 0.5]),
             "spans": spans,
         }
@@ -309,8 +309,8 @@ def test_marks_that_open_chunks_are_recomputed_last(checkpoint, tmp_path):
     ids, spans = prompt_of(chunks, 0)
     ids.insert(spans[-1][1], end)
     marks = {span[0] for span in spans}
-    params = {"mode": "blend", "ratio": 0.5, "spans": spans}
-    extra = {"separator_ids": [start], "separator_end_ids": [end], "ratio": 0.5}
+    params = {"mode": "blend", "rule": "ask", "ratio": 0.5, "spans": spans}
+    extra = {"separator_ids": [start], "separator_end_ids": [end], "rule": "ask", "ratio": 0.5}
     with engine(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         for chunk in chunks:
             ingest(llm, PREFIX, chunk)
@@ -318,7 +318,7 @@ def test_marks_that_open_chunks_are_recomputed_last(checkpoint, tmp_path):
             marked = ask(llm, ids)
             ask(llm, ids, {**params, "template": [[1, 0]] * 3})
             ask(llm, ids, params)
-    assert report(marked)["rule"] == "repair"
+    assert report(marked)["rule"] == "ask"
     assert selections[0] == selections[1]
     assert not marks & set(selections[1])
     assert marks & set(selections[2])

@@ -65,7 +65,7 @@ def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     with engine(checkpoint("llama"), tmp_path_factory.mktemp("kv"), skip_tokenizer_init=True) as made:
         for chunk in CHUNKS:
             assert ingest(made, PREFIX, chunk)["refused_reason"] == ""
-        ask(made, IDS, params("repair"))  # nothing is measured cold
+        ask(made, IDS, params("ask"))  # nothing is measured cold
         yield made
 
 
@@ -111,7 +111,7 @@ def assert_went_on(times_s: list[float], reads: list[tuple[float, float]]) -> No
     assert max(later - earlier for earlier, later in itertools.pairwise(times_s)) < 4 * READ_S
 
 
-@pytest.mark.parametrize("rule", ["repair", "cacheblend", "ask"])
+@pytest.mark.parametrize("rule", ["cacheblend", "ask"])
 def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm, rule, monkeypatch):
     held = ask(llm, IDS, params(rule))
     with slow_disk(monkeypatch) as reads:
@@ -127,9 +127,9 @@ def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm,
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
 def test_a_stream_goes_on_while_chunks_are_looked_up_on_a_slow_disk(llm, mode, monkeypatch):
-    held = ask(llm, IDS, params("repair", mode))
+    held = ask(llm, IDS, params("ask", mode))
     with slow_headers(llm, monkeypatch) as looks:
-        times_s, answer = stream_beside(llm, IDS, params("repair", mode), f"headers-{mode}")
+        times_s, answer = stream_beside(llm, IDS, params("ask", mode), f"headers-{mode}")
     assert len(looks) >= len(CHUNKS)
     assert_went_on(times_s, looks)
     assert tokens(answer) == tokens(held)
@@ -139,7 +139,7 @@ def test_a_stream_goes_on_while_chunks_are_looked_up_on_a_slow_disk(llm, mode, m
 def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypatch):
     running = llm.llm_engine
     with slow_headers(llm, monkeypatch):
-        add(llm, "unsought", IDS, params("repair"), max_tokens=4)
+        add(llm, "unsought", IDS, params("ask"), max_tokens=4)
         running.step()
         start_s = time.perf_counter()
         running.abort_request(["unsought"])
@@ -159,7 +159,7 @@ def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(
 
 def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(llm, monkeypatch):
     with slow_disk(monkeypatch, damaged_at=3) as reads:
-        times_s, answer = stream_beside(llm, IDS, params("repair"), "damaged")
+        times_s, answer = stream_beside(llm, IDS, params("ask"), "damaged")
     assert_went_on(times_s, reads)
     assert (report_of(answer)["num_chunk_hits"], report_of(answer)["num_damaged_entries"]) == (1, 1)
 
@@ -167,7 +167,7 @@ def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(
 def test_a_request_that_ends_while_it_is_read_holds_nobody_up(llm, monkeypatch):
     running = llm.llm_engine
     with slow_disk(monkeypatch):
-        add(llm, "leaves", IDS, params("repair"), max_tokens=4)
+        add(llm, "leaves", IDS, params("ask"), max_tokens=4)
         while not connector_worker()._jobs:
             running.step()
         for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_request_that_ends_while_it_is_read_holds_nobody_up(llm, monkeypatch):
 def test_an_engine_with_nothing_else_to_do_does_not_spin(llm, monkeypatch):
     running, num_steps = llm.llm_engine, 0
     with slow_disk(monkeypatch) as reads:
-        add(llm, "alone", IDS, params("repair"), max_tokens=2)
+        add(llm, "alone", IDS, params("ask"), max_tokens=2)
         while running.has_unfinished_requests():
             running.step()
             num_steps += 1
@@ -195,7 +195,7 @@ def test_an_engine_with_nothing_else_to_do_does_not_spin(llm, monkeypatch):
 def test_an_engine_that_only_waits_for_a_lookup_does_not_spin(llm, monkeypatch):
     running, num_steps = llm.llm_engine, 0
     with slow_headers(llm, monkeypatch) as looks:
-        add(llm, "sought", IDS, params("repair"), max_tokens=1)
+        add(llm, "sought", IDS, params("ask"), max_tokens=1)
         while running.has_unfinished_requests():
             running.step()
             num_steps += 1

@@ -10,8 +10,8 @@ import pytest
 from harness import SIZES, ask, engine, ingest, make_model, random_ids, report, tokens
 from transformers import MistralConfig, MistralForCausalLM
 
-from ragblend.engine.hf.model import model_fingerprint
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.model import model_fingerprint
 from ragblend.errors import UnsupportedModelError
 
 PREFIX, CHUNKS, QUESTION = random_ids(5, 1), [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)

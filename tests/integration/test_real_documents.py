@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ragblend import SegmentedPrompt, load_engine
-from ragblend.engine.hf.model import find_model
+from ragblend.engine.transformers.model import find_model
 from ragblend.precompute import ingest, open_engine_index
 
 MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_s_100.json"

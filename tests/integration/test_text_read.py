@@ -16,12 +16,12 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
 
-import ragblend.engine.hf.blend as blend_module
-from ragblend.corpus.texts import ChunkRegistry
-from ragblend.engine.hf.engine import TransformersEngine
-from ragblend.engine.hf.layers import TransformersLayers
+import ragblend.engine.transformers.blend as blend_module
+from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.precompute import precompute_documents

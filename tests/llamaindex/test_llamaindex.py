@@ -26,7 +26,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Te
 
 from ragblend import Chunk, SegmentedPrompt, open_index
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.model import UnrecognisedChunkError, precompute_and_register
 from ragblend.llamaindex import (

@@ -15,7 +15,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
-from ragblend.engine.hf.engine import TransformersEngine
+from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.model import precompute_and_register
 from ragblend.llamaindex import BlendLLM
 from ragblend.prompt.segmenter import Segmenter

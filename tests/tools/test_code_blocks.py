@@ -12,6 +12,7 @@ import runpy
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import click
 import pytest
 import typer
 from pages import PAGES, ROOT, blocks, command_lines, inline_commands, run_python
+from postgres import running_postgres
 from typer.main import get_command
 
 from ragblend.cli.app import app
 from ragblend.demo.corpus import sample_corpus
-from ragblend.upkeep.calibrate import num_needed
+from ragblend.lab.calibrate import min_questions
 
 # Not executed here, and why. A test fails where a line of this is no longer needed.
 ELSEWHERE = {
@@ -49,6 +51,7 @@ REPLACED = {
     "s3://bucket/kv": "file://REMOTE",
     "k=6, target=0.9": "k=1, target=0.5, ratios=(0.0, 1.0)",  # what a handful of questions can show
 }
+DATABASE = "postgresql+psycopg://rag@db:5432/rag"
 PYTHON_PAGES = sorted({block.page for block in blocks("python")} - set(ELSEWHERE))
 
 
@@ -89,7 +92,7 @@ def presumed(page: str, folder: Path) -> dict[str, Any]:
         "engine": engine,
         "chunks": chunks,
         "question": "What does Mavdyne sell?",
-        "questions": [question.text for question in corpus.questions][: num_needed(0.5)],
+        "questions": [question.text for question in corpus.questions][: min_questions(0.5)],
     }
 
 
@@ -109,8 +112,10 @@ def test_every_program_runs(
         save_models(folder, tiny_model, make_tokenizer)
     names = presumed(page, folder)
     (folder / "remote").mkdir()
+    replaced = REPLACED | {"file://REMOTE": f"file://{folder}/remote"}
     try:
-        run_python(page, names, REPLACED | {"file://REMOTE": f"file://{folder}/remote"})
+        with running_postgres() if page == "docs/indexes.md" else nullcontext("") as url:
+            run_python(page, names, replaced | {DATABASE: url.replace("postgresql:", "postgresql+psycopg:")})
     finally:
         for engine in engines(names):
             engine.close()

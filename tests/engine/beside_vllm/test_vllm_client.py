@@ -22,11 +22,11 @@ from ragblend import SegmentedPrompt, load_engine
 from ragblend.cli import app as cli
 from ragblend.config import Settings
 from ragblend.engine.api import Engine
-from ragblend.engine.hf.model import load_tokenizer
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.client import Connection, VllmClient, events
-from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, told
+from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
     BackendUnreachableError,
     EngineClosedError,
@@ -38,10 +38,10 @@ from ragblend.errors import (
 )
 from ragblend.frameworks.conversation import ChatSession
 from ragblend.llm import ChatBlend
+from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.formats import prompt_format
 from ragblend.prompt.segmenter import Segmenter
-from ragblend.upkeep.doctor import examine_vllm
 
 A, B = "George Keller lives in Kinport.", "Julia Bishop works for Synon."
 PROMPT = SegmentedPrompt([A, B], "Where does George Keller live?")
@@ -150,7 +150,8 @@ class Handler(BaseHTTPRequestHandler):
         pieces = [event([token]) for token in answer[:-1]] + [event(answer[-1:], script.finish)]
         if script.report is not None and not ingest:
             pieces.append(
-                "data: " + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: told(script.report)}})
+                "data: "
+                + json.dumps({"choices": [], "kv_transfer_params": {PARAMS_KEY: report_to_json(script.report)}})
             )
             pieces.append("\n\n")
         pieces += [*script.extra_events, "data: [DONE]\n\n"]
@@ -230,7 +231,7 @@ def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient,
 def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script: Script, segmenter: Segmenter) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     answer = client.generate(
-        PROMPT, mode="blend", rule="first_k", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
+        PROMPT, mode="blend", rule="random", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
         stop=["."],
     )  # fmt: skip
     (body,) = script.bodies
@@ -241,7 +242,7 @@ def test_a_request_carries_ids_spans_and_every_option(client: VllmClient, script
     )  # fmt: skip
     assert body["stream"] is body["return_token_ids"] is True
     params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
-    assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "first_k", 0.3, 4)
+    assert (params.mode, params.rule, params.ratio, params.seed) == ("blend", "random", 0.3, 4)
     assert params.spans == tuple((chunk.start, chunk.end) for chunk in tokenized.chunk_segments)
     for span, chunk in zip(params.spans, (A, B), strict=True):
         assert tuple(body["prompt"][slice(*span)]) == segmenter.chunk_ids(chunk)
@@ -316,7 +317,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
         num_recomputed_tokens=3,
         charged_budget=0.25,
         load_s=0.5,
-        chunks=[ChunkReport("", 3, True, "exact", True, 2, "neighbour"), MISS],
+        chunks=[ChunkReport("", 3, True, "exact", True, 2, "similar"), MISS],
     )
     report = client.generate(PROMPT).report
     assert (report.rule, report.num_chunks, report.num_chunk_hits, report.num_reused_tokens) == (
@@ -325,7 +326,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(
     assert (report.num_recomputed_tokens, report.charged_budget, report.load_s) == (3, 0.25, 0.5)
     assert [(chunk.hit, chunk.prefix_match) for chunk in report.chunks] == [(True, "exact"), (False, None)]
     hit = report.chunks[0]
-    assert (hit.exact, hit.num_recomputed_tokens, hit.context) == (True, 2, "neighbour")
+    assert (hit.exact, hit.num_recomputed_tokens, hit.context) == (True, 2, "similar")
     assert [chunk.num_tokens for chunk in report.chunks] == [
         segment.num_tokens for segment in segmenter.tokenize(PROMPT).chunk_segments
     ]
@@ -342,7 +343,7 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
 ) -> None:
     script.answer = [*ids(segmenter, "Kinport"), END]
     script.full_answer = [*ids(segmenter, said), END]
-    script.report = BlendReport("blend", "first_k", 0.3, num_chunks=2, chunks=[HIT, HIT])
+    script.report = BlendReport("blend", "random", 0.3, num_chunks=2, chunks=[HIT, HIT])
     with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
         report = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=9).report
         engine.generate(PROMPT, temperature=0.7, max_tokens=9)  # what a sampled answer would have been is not known
@@ -662,7 +663,7 @@ def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, scrip
 @pytest.mark.parametrize(("blends", "shown"), [(True, "blends demo"), (False, "without ragblend")])
 def test_doctor_looks_at_the_server(url: str, script: Script, blends: bool, shown: str) -> None:
     script.blends = blends
-    (check,) = examine_vllm(Settings(backend=url))
+    (check,) = run_vllm_diagnostics(Settings(backend=url))
     assert check.ok is blends
     assert shown in check.finding
 

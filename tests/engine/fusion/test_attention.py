@@ -1,4 +1,4 @@
-"""The question's attention and the effect of a repair, against plain loops."""
+"""The question's attention and that of scattered rows, against plain loops."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from ragblend.engine.fusion import attention
 from ragblend.engine.fusion.attention import (
     BLOCK_ROWS,
     PLAIN,
-    Queries,
-    Sight,
+    AttentionParams,
+    ProbeQueries,
     attend_rows,
-    attend_weighing,
+    attend_with_weights,
     attention_mass,
-    repair_effect,
 )
 from ragblend.engine.store.kv import LayerKV
 
 LENGTH, DIM, SCALE = 40, 8, 0.3
 
 
-def probabilities(queries: Queries, keys: Tensor) -> Tensor:
+def probabilities(queries: ProbeQueries, keys: Tensor) -> Tensor:
     """[Hq, Q, T], one query at a time."""
     num_heads, num_queries, _ = queries.states.shape
     group = num_heads // keys.shape[0]
@@ -42,20 +41,20 @@ def probabilities(queries: Queries, keys: Tensor) -> Tensor:
     return weights
 
 
-def outputs(queries: Queries, kv: LayerKV) -> Tensor:
+def outputs(queries: ProbeQueries, kv: LayerKV) -> Tensor:
     """[Hq, Q, D] attention output."""
     return probabilities(queries, kv.keys) @ kv.values.repeat_interleave(len(queries.states) // len(kv.values), 0)
 
 
-def draw(seed: int, rows: list[int], kv_heads: int, sharpness: float = 1.0) -> tuple[Queries, LayerKV]:
+def draw(seed: int, rows: list[int], kv_heads: int) -> tuple[ProbeQueries, LayerKV]:
     generator = torch.Generator().manual_seed(seed)
-    states = sharpness * torch.randn(4, len(rows), DIM, generator=generator)
+    states = torch.randn(4, len(rows), DIM, generator=generator)
     keys, values = torch.randn(2, kv_heads, LENGTH, DIM, generator=generator)
-    return Queries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
+    return ProbeQueries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
 
 
-def sight(window: int | None, softcap: float | None, has_sinks: bool) -> Sight:
-    return Sight(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
+def sight(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionParams:
+    return AttentionParams(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
 
 
 sights = st.one_of(
@@ -102,45 +101,14 @@ def test_who_weighs_attends_as_well(rows, kv_heads, num_asking, block, dtype, si
     kv = LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_SCORES, "cpu", block)
-        output, mass = attend_weighing(queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking)
+        output, mass = attend_with_weights(
+            queries, kv.keys[:, : rows[-1] + 1], kv.values[:, : rows[-1] + 1], num_asking
+        )
     exact, states = LayerKV(kv.keys.float(), kv.values.float()), queries._replace(states=queries.states.float())
     atol = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(output.float(), outputs(states, exact), atol=atol, rtol=0)
     expected = probabilities(states.last(num_asking), exact.keys).mean(dim=(0, 1))[: rows[-1] + 1]
     torch.testing.assert_close(mass, expected, atol=atol, rtol=0)
-
-
-@settings(max_examples=30)
-@given(
-    rows=questions, kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 20),
-    block=st.sampled_from([1, 1 << 22]), sharpness=st.sampled_from([0.1, 1.0, 8.0, 60.0]), sight=sights,
-)  # fmt: skip
-def test_the_effect_of_a_repair_is_what_repairing_does(rows, kv_heads, seed, block, sharpness, sight):
-    queries, stale = draw(seed, rows, kv_heads, sharpness)
-    queries = queries._replace(sight=sight)
-    _, other = draw(seed + 1, rows, kv_heads)
-    repaired = torch.tensor([0, 3, 7, 19, 30])
-    fresh = LayerKV(other.keys[:, repaired], other.values[:, repaired])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(attention.BLOCK_SCORES, "cpu", block)
-        found = repair_effect(queries, stale, repaired, fresh)
-    before = outputs(queries, stale)
-    for index, row in enumerate(repaired.tolist()):
-        keys, values = stale.keys.clone(), stale.values.clone()
-        keys[:, row], values[:, row] = fresh.keys[:, index], fresh.values[:, index]
-        change = (outputs(queries, LayerKV(keys, values)) - before).square().sum(-1).mean(1).sum()
-        assert float(found[index]) == pytest.approx(float(change), rel=2e-3, abs=1e-4)
-
-
-def test_a_token_without_drift_or_without_attention_has_no_effect():
-    queries, stale = draw(1, [25, 26], 2)
-    rows = torch.tensor([4, 39])  # 39 lies behind the question
-    same = LayerKV(stale.keys[:, rows], stale.values[:, rows])
-    assert repair_effect(queries, stale, rows, same).abs().max() < 1e-10
-    moved = LayerKV(same.keys + 1, same.values + 1)
-    effect = repair_effect(queries, stale, rows, moved)
-    assert effect[0] > 1e-4
-    assert effect[1] == 0
 
 
 @settings(max_examples=60)

@@ -20,18 +20,17 @@ from transformers import DynamicCache
 from ragblend.engine.fusion.attention import BLOCK_ROWS, attend_rows
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
-from ragblend.engine.fusion.plan import Fused, FusedKV, FusePlan, Placement
+from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, Check, schedule
-from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.transformers.layers import TransformersLayers
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
 INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *LATENT, *WINDOWED)
 GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5), "gpt_oss": (1, 3, 5), "qwen2_window": (0, 1, 2)}
 RATIOS = (0.05, 0.15, 0.5)
-READ_AT = (1, 4)  # of layers 0 .. 5: where the question is read, over KV that is exact there, and over stale KV
 ATOL = 1e-4
 
 
@@ -99,7 +98,7 @@ def _store_chunk(layers: TransformersLayers, prefix_ids: tuple[int, ...], ids: t
 def prefix_kv(layers: TransformersLayers, prefix_ids: Sequence[int]) -> FusedKV:
     fused = FusedKV.allocate(layers.kv_shapes, len(prefix_ids), layers.like)
     if prefix_ids:
-        fuse(layers, FusePlan(torch.tensor(prefix_ids), (), RULES["first_k"], (Check(0, 0.0),)), fused, Ready())
+        fuse(layers, FusePlan(torch.tensor(prefix_ids), ()), fused, Ready())
     return fused
 
 
@@ -108,7 +107,7 @@ class Outcome:
     logits: Tensor
     recomputed: list[int]
     fused: FusedKV
-    result: Fused
+    result: FuseResult
 
 
 def blend(
@@ -116,7 +115,7 @@ def blend(
     prompt: Prompt,
     ratio: float = 0.15,
     rule: str = "cacheblend",
-    checks: tuple[Check, ...] | None = None,
+    checks: tuple[CheckLayer, ...] | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
     separators: Sequence[int] = (),
     first_layer: Callable[[Tensor], LayerKV] | None = None,
@@ -133,17 +132,16 @@ def blend(
         fused.keys(layer).fill_(torch.nan)
         fused.values(layer).fill_(torch.nan)
     fused.copy_front(prefix_kv(layers, prompt.prefix), len(prompt.prefix))
-    schedule_ = schedule(RULES[rule], ratio, layers.num_layers, checks)
     template = torch.zeros(len(prompt.ids), dtype=torch.bool)
     template[list(separators)] = True
     plan = FusePlan(
         torch.tensor(prompt.ids),
         tuple(placements),
         RULES[rule],
-        schedule_,
+        checks or check_schedule(RULES[rule], ratio, layers.num_layers),
         len(prompt.prefix),
-        probe_layers=RULES[rule].probe_layers(schedule_, layers.num_layers, layers.global_layers),
-        separators=template,
+        probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
+        template_mask=template,
         **plan_fields,
     )
     with LayerLoader(
@@ -202,7 +200,7 @@ def assert_same_kv(fused: FusedKV, kv: DynamicCache) -> None:
 # --- against full prefill ---
 
 
-@pytest.mark.parametrize("rule", ["cacheblend", "first_k"])
+@pytest.mark.parametrize("rule", ["cacheblend", "random"])
 def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, stock_model, tiny_layers):
     prompt = make_prompt()
     outcome = blend(tiny_layers(family), prompt, 1.0, rule)
@@ -222,13 +220,13 @@ def test_ratio_one_is_full_prefill_with_every_rule(rule, stock_model, tiny_layer
 
 def test_with_layer_0_computed_ratio_one_is_full_prefill(family, stock_model, tiny_layers):
     prompt = make_prompt()
-    outcome = blend_from_elsewhere(tiny_layers(family), prompt, 1.0, "repair")
+    outcome = blend_from_elsewhere(tiny_layers(family), prompt, 1.0, "ask")
     logits, kv = full_prefill(stock_model(family), prompt.ids)
     torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
     assert_same_kv(outcome.fused, kv)
 
 
-@pytest.mark.parametrize("rule", ["repair", "cacheblend", "first_k"])
+@pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
 def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
     """Selection, logits and all KV, the rows nobody recomputes included."""
@@ -366,40 +364,18 @@ def test_blending_agrees_with_the_independent_cacheblend(family, rule, deviation
         assert_same_blend(blend(tiny_layers(family), prompt, ratio, rule), expected)
 
 
-@pytest.mark.parametrize("family", INDEPENDENT)
-@pytest.mark.parametrize("layer", READ_AT)
-def test_asking_the_question_agrees_with_the_independent_reference(family, layer, stock_model, tiny_layers):
-    prompt, reference = make_prompt(21), Reference(stock_model(family))
-    separators = [start for start, _ in prompt.starts("chunk")]
-    for ratio in RATIOS:
-        narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
-        expected = reference.blend(prompt.reference_spans(), dict(checks), "repair", narrow, separators, [layer])
-        assert expected.selected
-        outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks, separators=separators)
-        assert_same_blend(outcome, expected)
-
-
-@pytest.mark.parametrize("layer", READ_AT)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_asking_the_question_over_a_hole_agrees_with_the_reference(layer, ratio, stock_model, tiny_layers):
+def test_asking_the_question_over_a_hole_agrees_with_the_reference(ratio, stock_model, tiny_layers):
     """A missing chunk and loose text between chunks run ahead with the question; only the question's queries count."""
     prompt = make_prompt(22, (12, 20, 9, 15))
     prompt.spans[2] = ("missing", prompt.spans[2][1])
     prompt.spans.insert(4, ("text", random_ids(4, 5)))
-    narrow, checks = RULES["repair"].candidates(ratio), (Check(layer, ratio),)
+    separators = [start for start, _ in prompt.starts("chunk")]
     expected = Reference(stock_model("qwen3")).blend(
-        prompt.reference_spans(), dict(checks), "repair", narrow, (), [layer]
+        prompt.reference_spans(), {0: ratio}, "ask", separators, range(6), carry=RULES["ask"].drift_gain
     )
-    assert_same_blend(blend(tiny_layers("qwen3"), prompt, rule="repair", checks=checks), expected)
-
-
-@pytest.mark.parametrize("checks", [(Check(2, 0.3),), (Check(1, 0.4), Check(4, 0.1)), (Check(1, 1.0), Check(3, 0.2))])
-def test_asking_at_several_check_layers_agrees_with_the_reference(checks, stock_model, tiny_layers):
-    prompt = make_prompt(23)
-    shares, read = dict(checks), [check.layer for check in checks]
-    narrow = RULES["repair"].candidates(checks[0].ratio)
-    expected = Reference(stock_model("qwen2")).blend(prompt.reference_spans(), shares, "repair", narrow, (), read)
-    assert_same_blend(blend(tiny_layers("qwen2"), prompt, rule="repair", checks=checks), expected)
+    assert expected.selected
+    assert_same_blend(blend(tiny_layers("qwen3"), prompt, ratio, "ask", separators=separators), expected)
 
 
 def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
@@ -416,15 +392,6 @@ def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", INDEPENDENT)
-def test_the_probe_sees_what_the_stock_model_attends_to(family, stock_model, tiny_layers):
-    prompt = make_prompt(24)
-    checks = (Check(1, 0.4), Check(2, 0.3), Check(3, 0.2), Check(4, 0.1))
-    outcome = blend(tiny_layers(family), prompt, rule="repair", checks=checks)
-    expected = attended(stock_model(family), prompt, [check.layer for check in checks])
-    torch.testing.assert_close(outcome.result.attention, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", INDEPENDENT)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, stock_model, tiny_layers):
     """In every layer, or every global one beside windows, over nothing but stale KV; what was run ahead leaves no trace
@@ -437,10 +404,10 @@ def test_asking_first_recomputes_what_the_stock_model_attends_to(family, ratio, 
     count = min(end - first, math.ceil(ratio * sum(CHUNKS)))
     top = expected[first:end].topk(count).indices + first
     assert outcome.recomputed == sorted(top.tolist())
-    carry = RULES["ask"].carry
+    carry = RULES["ask"].drift_gain
     assert 0 < carry <= 1
     judge = Reference(stock_model(family))
-    assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, told=outcome.recomputed, carry=carry))
+    assert_same_blend(outcome, judge.blend(prompt.reference_spans(), {}, recomputed=outcome.recomputed, carry=carry))
     rows = [count, *(count + QUESTION * (layer <= asked[-1]) for layer in range(1, layers.num_layers))]
     assert outcome.result.rows_per_layer == rows, "the question is charged wherever it ran ahead"
 
@@ -466,15 +433,13 @@ def test_carrying_moves_neither_what_is_exact_nor_what_is_computed(hole, tiny_la
     assert moved.abs().amax((0, 2)).min() > 1e-4, "each of those that are kept is moved"
 
 
-@pytest.mark.parametrize("layer", READ_AT)
-def test_template_tokens_are_chosen_only_when_nothing_else_is_left(layer, tiny_layers):
+def test_template_tokens_are_chosen_only_when_nothing_else_is_left(tiny_layers):
     prompt, candidates = make_prompt(25), sum(CHUNKS[1:])
     first = PREFIX + CHUNKS[0]
     separators = list(range(first, first + 20))
 
     def chosen(ratio: float) -> list[int]:
-        checks = (Check(layer, ratio),)
-        return blend(tiny_layers("llama"), prompt, rule="repair", checks=checks, separators=separators).recomputed
+        return blend(tiny_layers("llama"), prompt, ratio, "ask", separators=separators).recomputed
 
     few = chosen(0.3)
     assert len(few) == 23  # ceil(0.3 * 74)
@@ -484,15 +449,14 @@ def test_template_tokens_are_chosen_only_when_nothing_else_is_left(layer, tiny_l
     assert len(set(many) & set(separators)) == 34 - (candidates - 20)
 
 
-@pytest.mark.parametrize(("rule", "layer"), [*(("repair", layer) for layer in READ_AT), ("cacheblend", 1)])
+@pytest.mark.parametrize("rule", ["ask", "cacheblend"])
 @pytest.mark.parametrize("hole", [False, True])
-def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, layer, hole, tiny_layers):
+def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tiny_layers):
     layers, prompt = tiny_layers("qwen3"), make_prompt(27, (12, 20, 9, 15))
     if hole:
         prompt.spans[2] = ("missing", prompt.spans[2][1])
     end = len(prompt.ids) - QUESTION
-    checks = (Check(layer, 0.15),)
-    whole, asked = (blend(layers, prompt, 0.15, rule, checks, num_fused=last) for last in (None, end))
+    whole, asked = (blend(layers, prompt, 0.15, rule, num_fused=last) for last in (None, end))
     assert asked.recomputed == whole.recomputed != []
     assert (asked.fused.length, asked.logits.numel()) == (end, 0)
     for layer in range(layers.num_layers):
@@ -508,32 +472,23 @@ def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, layer, ho
         assert asked.result.rows_per_layer == pytest.approx([rows[0] + QUESTION, *rows[1:]])
 
 
-@pytest.mark.parametrize("layer", READ_AT)
-def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(layer, tiny_layers):
-    layers, prompt, checks = tiny_layers("llama"), make_prompt(28), (Check(layer, 0.15),)
-    alone, three = (
-        blend(layers, prompt, rule="repair", checks=checks, sum_over_ranks=sums)
-        for sums in (None, lambda each: 3 * each)
-    )
+@pytest.mark.parametrize("rule", ["ask", "cacheblend"])
+def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(rule, tiny_layers):
+    layers, prompt = tiny_layers("llama"), make_prompt(28)
+    alone, three = (blend(layers, prompt, rule=rule, sum_over_ranks=sums) for sums in (None, lambda each: 3 * each))
     assert three.recomputed == alone.recomputed
-    torch.testing.assert_close(three.result.attention, alone.result.attention)
-    assert float(three.result.attention.sum()) == pytest.approx(1)
+    if rule == "ask":
+        torch.testing.assert_close(three.result.attention, alone.result.attention)
+        assert float(three.result.attention.sum()) == pytest.approx(1)
 
 
-def test_the_probe_is_charged_and_its_layer_0_used_again(tiny_layers):
-    layers = tiny_layers("llama")
-    narrowed, kept, candidates = 45, 12, sum(CHUNKS[1:])  # ceil(0.6 * 74), ceil(0.15 * 74)
-    result = blend(layers, make_prompt(26), 0.15, "repair").result
-    check = QUESTION + narrowed * layers.kv_share
-    assert result.rows_per_layer == pytest.approx([narrowed, kept + check, kept, kept, kept, kept])
-    assert result.fixed_cost == pytest.approx(check)
+def test_the_question_runs_ahead_only_where_there_is_something_to_choose(tiny_layers):
+    layers, candidates = tiny_layers("llama"), sum(CHUNKS[1:])
+    result = blend(layers, make_prompt(26), 0.15, "ask").result
     assert result.probe_s > 0
-    deep = blend(layers, make_prompt(26), 0.15, "repair", (Check(4, 0.15),)).result
-    asked = narrowed + QUESTION
-    assert deep.rows_per_layer == pytest.approx([narrowed, asked, asked, asked, kept + check, kept])
-    assert deep.fixed_cost == pytest.approx(check)
-    for ratio in (0.0, 1.0):  # nothing to choose
-        result = blend(layers, make_prompt(26), ratio, "repair").result
+    assert result.fixed_cost == 0
+    for ratio in (0.0, 1.0):
+        result = blend(layers, make_prompt(26), ratio, "ask").result
         assert result.attention is None
         assert result.rows_per_layer == [candidates * ratio] * 6
 
@@ -545,7 +500,8 @@ def test_gradual_filtering_agrees_with_the_independent_one(family, stock_model, 
         shares = gradual_shares(ratio, num_layers=6)
         assert sum(shares.values()) / len(shares) == pytest.approx(ratio)
         expected = reference.blend(prompt.reference_spans(), shares)
-        assert_same_blend(blend(tiny_layers(family), prompt, ratio, "cacheblend_gradual"), expected)
+        checks = tuple(CheckLayer(*item) for item in shares.items())
+        assert_same_blend(blend(tiny_layers(family), prompt, checks=checks), expected)
 
 
 @pytest.mark.parametrize(
@@ -555,11 +511,11 @@ def test_several_check_layers_agree_with_the_independent_cacheblend(shares, stoc
     prompt, reference = make_prompt(9), Reference(stock_model("qwen2"))
     # At layer 0 both see rounding noise instead of deviations, so only layers above it have an order to agree on.
     if 0 in shares:
-        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
         assert len(outcome.recomputed) == 30  # ceil(0.4 * 74)
         return
     expected = reference.blend(prompt.reference_spans(), shares)
-    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(Check(*item) for item in shares.items()))
+    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
     assert_same_blend(outcome, expected)
 
 
@@ -589,7 +545,7 @@ def test_the_ratio_counts_all_chunk_tokens_and_is_capped_at_the_candidates(tiny_
 
 def test_unselected_tokens_keep_their_stale_kv_from_the_check_layer_on(tiny_layers):
     layers, prompt = tiny_layers("llama"), make_prompt(13)
-    stale, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, 0.3, checks=(Check(2, 0.3),))
+    stale, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, 0.3, checks=(CheckLayer(2, 0.3),))
     first = PREFIX + CHUNKS[0]
     kept = [row for row in range(first, first + sum(CHUNKS[1:])) if row not in outcome.recomputed]
     for layer in (2, 3, 4, 5):
@@ -611,23 +567,16 @@ def test_the_exact_chunk_is_never_recomputed(family, ratio, tiny_layers):
         assert torch.equal(outcome.fused.values(layer)[:, exact], untouched.fused.values(layer)[:, exact])
 
 
-@pytest.mark.parametrize("rule", ["first_k", "random", "position"])
-def test_rules_without_deviation_run_only_the_chosen_tokens(rule, tiny_layers):
-    outcome = blend(tiny_layers("llama"), make_prompt(15), 0.25, rule)
+def test_rules_without_deviation_run_only_the_chosen_tokens(tiny_layers):
+    outcome = blend(tiny_layers("llama"), make_prompt(15), 0.25, "random")
     assert len(outcome.recomputed) == 19  # ceil(0.25 * 74)
     assert outcome.result.rows_per_layer == [19.0] * 6
 
 
-def test_first_k_recomputes_the_first_tokens_of_each_stale_chunk(tiny_layers):
-    outcome = blend(tiny_layers("llama"), make_prompt(16), 0.108, "first_k")  # ceil(0.108 * 74) = 8
-    second, third = PREFIX + CHUNKS[0], PREFIX + CHUNKS[0] + CHUNKS[1]
-    assert outcome.recomputed == [*range(second, second + 4), *range(third, third + 4)]
-
-
-def test_first_k_attends_like_the_independent_cacheblend(stock_model, tiny_layers):
+def test_chosen_tokens_attend_like_those_of_the_independent_cacheblend(stock_model, tiny_layers):
     """The reference takes the selection as given: chosen tokens count as computed, the others as stored one by one."""
     prompt = make_prompt(17)
-    outcome = blend(tiny_layers("llama"), prompt, 0.25, "first_k")
+    outcome = blend(tiny_layers("llama"), prompt, 0.25, "random")
     chosen, spans = set(outcome.recomputed), []
     position = 0
     for span in prompt.reference_spans():
@@ -643,11 +592,13 @@ def test_first_k_attends_like_the_independent_cacheblend(stock_model, tiny_layer
     torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
 
 
-def test_rows_per_layer_charges_the_probe_and_the_layers_before_the_check(tiny_layers):
+def test_rows_per_layer_charges_what_is_measured_and_the_layers_before_the_check(tiny_layers):
     layers = tiny_layers("llama")
-    rows = blend(layers, make_prompt(18), 0.15, checks=(Check(2, 0.15),)).result.rows_per_layer
+    result = blend(layers, make_prompt(18), 0.15, checks=(CheckLayer(2, 0.15),)).result
     candidates, kept = sum(CHUNKS[1:]), 12  # ceil(0.15 * 74)
-    assert rows == pytest.approx([candidates, candidates, kept + candidates * layers.kv_share, kept, kept, kept])
+    measured = candidates * layers.kv_share
+    assert result.rows_per_layer == pytest.approx([candidates, candidates, kept + measured, kept, kept, kept])
+    assert result.fixed_cost == pytest.approx(measured)
     assert 0 < layers.kv_share < 0.5
 
 
@@ -669,9 +620,9 @@ def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
     def rows_of_second_chunk(outcome: Outcome) -> list[int]:
         return [row for row in outcome.recomputed if row < third]
 
-    # `position` and `random` would select other tokens; first_k does not look at the KV.
-    before = blend(layers, prompt, ratio, "first_k")
-    after = blend(layers, prompt, ratio, "first_k", change=perturb)
+    # `random` does not look at the KV, so it selects the same tokens.
+    before = blend(layers, prompt, ratio, "random")
+    after = blend(layers, prompt, ratio, "random", change=perturb)
     assert rows_of_second_chunk(before) == rows_of_second_chunk(after) != []
     for layer in range(layers.num_layers):
         assert torch.equal(before.fused.keys(layer)[:, :third], after.fused.keys(layer)[:, :third])
@@ -689,8 +640,8 @@ def test_a_selected_token_does_see_every_earlier_one(family, tiny_layers):
         changed = tuple(LayerKV(keys, values + 1.0) for keys, values in kv.layers)
         return [placements[0]._replace(kv=MemoryKV(kv.header, changed)), *placements[1:]]
 
-    before = blend(layers, prompt, 0.3, "first_k")
-    after = blend(layers, prompt, 0.3, "first_k", change=perturb)
+    before = blend(layers, prompt, 0.3, "random")
+    after = blend(layers, prompt, 0.3, "random", change=perturb)
     for row in before.recomputed:
         assert (before.fused.values(3)[:, row] - after.fused.values(3)[:, row]).abs().max() > 1e-3
 

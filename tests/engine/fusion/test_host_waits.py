@@ -10,19 +10,16 @@ from conftest import FAMILIES, make_model
 from device_looks import DeviceLooks
 
 from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.host_positions import on_host
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rows import on_host
-from ragblend.engine.fusion.rules import RULES, schedule
-from ragblend.engine.hf.layers import TransformersLayers
+from ragblend.engine.fusion.rules import RULES, check_schedule
 from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.transformers.layers import TransformersLayers
 
 CHUNKS, QUESTION = (90, 70, 80), 9
 TOTAL = sum(CHUNKS) + QUESTION
-# Layers asked are a share of all: where a rule asks or checks, each such layer of a deeper model is one more; the
-# rules here check once, whatever the depth.
-RULES_TRIED = ("ask", "repair", "cacheblend", "cacheblend_k", "first_k")
 
 
 def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
@@ -37,10 +34,8 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
         fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
         placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
         start += count
-    checks = schedule(RULES[rule], 0.2, num_layers)
-    plan = FusePlan(
-        ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(checks, num_layers)
-    )
+    checks = check_schedule(RULES[rule], 0.2, num_layers)
+    plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
     with (
         LayerLoader(
@@ -53,7 +48,7 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that a kernel does not know
-@pytest.mark.parametrize("rule", RULES_TRIED)
+@pytest.mark.parametrize("rule", sorted(RULES))
 def test_twice_the_layers_are_not_looked_into_more_often(rule: str, family: str) -> None:
     few, many = looks(family, rule, 6), looks(family, rule, 12)
     assert few == many

@@ -1,9 +1,8 @@
-"""Rules score, schedules narrow, budgets add up."""
+"""Rules score, checks narrow, budgets add up."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -11,37 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.fusion.rules import (
-    DEEP,
-    DEFAULT,
+    DEEP_MODEL_LAYERS,
+    DEFAULT_RATIO,
+    DEFAULT_RULE,
     RULES,
-    SHALLOW,
-    Check,
-    Evidence,
+    CheckLayer,
+    RuleInputs,
     charged_budget,
     charged_budget_at,
-    check_ratio,
+    check_schedule,
     find_rule,
-    gradual_schedule,
+    is_probe_worthwhile,
     num_to_recompute,
-    probe_pays,
-    schedule,
+    validate_ratio,
 )
 from ragblend.errors import UsageError
 
 ratios = st.floats(0, 1, allow_nan=False)
 
 
-def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> Evidence:
+def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> RuleInputs:
     offsets = torch.cat([torch.arange(count) for count in chunks])
     count = len(offsets)
-    return Evidence(
+    return RuleInputs(
         torch.arange(10, 10 + count),
-        offsets,
         key_deviation=torch.arange(count).float(),
         value_deviation=torch.arange(count).float().flip(0),
         attention=torch.linspace(0.1, 0.01, count),
-        effect=torch.arange(count).float().remainder(3),
-        separators=offsets == 0,
+        template_mask=offsets == 0,
         seed=seed,
     )
 
@@ -49,20 +45,7 @@ def evidence(chunks: tuple[int, ...] = (4, 3), seed: int = 0) -> Evidence:
 def test_cacheblend_scores_by_values_and_cacheblend_k_by_keys():
     facts = evidence()
     assert torch.equal(RULES["cacheblend"].score(facts), facts.value_deviation)
-    assert torch.equal(RULES["cacheblend_gradual"].score(facts), facts.value_deviation)
     assert torch.equal(RULES["cacheblend_k"].score(facts), facts.key_deviation)
-
-
-@given(chunks=st.lists(st.integers(8, 30), min_size=1, max_size=5), each=st.integers(1, 8))
-def test_first_k_spreads_evenly_over_chunks(chunks, each):
-    facts = evidence(tuple(chunks))
-    chosen = RULES["first_k"].score(facts).topk(each * len(chunks)).indices
-    assert sorted(facts.offsets[chosen].tolist()) == sorted(list(range(each)) * len(chunks))
-
-
-def test_position_prefers_the_end_of_the_prompt():
-    facts = evidence()
-    assert RULES["position"].score(facts).topk(3).indices.sort().values.tolist() == [4, 5, 6]
 
 
 def test_random_repeats_for_a_seed_and_changes_with_it():
@@ -78,47 +61,31 @@ def test_random_leaves_the_global_generator_alone():
 
 
 def test_rules_that_look_at_deviation_say_so():
-    blind = {name: Evidence(facts.positions, facts.offsets) for name in RULES if (facts := evidence())}
+    blind = {name: RuleInputs(facts.positions) for name in RULES if (facts := evidence())}
     for name, rule in RULES.items():
         assert rule.name == name
-        if rule.needs_deviation or rule.needs_attention:
+        if rule.needs_deviation or rule.probes_before_selection:
             with pytest.raises(AssertionError):
                 rule.score(blind[name])
         else:
             assert rule.score(blind[name]).shape == (7,)
 
 
-ASKING = sorted(name for name, rule in RULES.items() if rule.needs_attention)
-
-
-def test_the_rule_that_asks_the_question_scores_by_its_effect_and_then_by_its_attention():
-    assert ASKING == ["ask", "repair"]
+def test_the_rule_that_asks_the_question_scores_by_its_attention():
     facts = evidence()
-    strong = dataclasses.replace(facts, effect=torch.arange(7.0), attention=torch.full((7,), 1 / 7))
-    assert torch.equal(RULES["repair"].score(strong).argsort(), torch.arange(7))
-    unmoved = dataclasses.replace(facts, effect=torch.zeros(7), attention=torch.arange(7.0))
-    assert torch.equal(RULES["repair"].score(unmoved).argsort(), torch.arange(7))
-    assert not RULES["repair"].score(dataclasses.replace(unmoved, attention=torch.zeros(7))).any()
-
-
-@given(factor=st.floats(1e-3, 1e3))
-def test_it_does_not_depend_on_the_scale_of_a_models_values(factor):
-    facts = evidence()
-    scaled = dataclasses.replace(facts, effect=facts.effect * factor)
-    torch.testing.assert_close(RULES["repair"].score(scaled), RULES["repair"].score(facts))
+    assert torch.equal(RULES["ask"].score(facts), facts.attention)
 
 
 @given(
-    rule=st.sampled_from(ASKING),
     chunks=st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
     ratio=st.floats(0, 1),
     data=st.data(),
 )
-def test_separators_are_chosen_only_when_nothing_else_is_left(rule, chunks, ratio, data):
+def test_separators_are_chosen_only_when_nothing_else_is_left(chunks, ratio, data):
     count = sum(chunks)
     separators = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     facts = dataclasses.replace(evidence(chunks), separators=separators)
-    chosen = RULES[rule].scores(facts).topk(num_to_recompute(ratio, count, count)).indices
+    chosen = RULES["ask"].scores(facts).topk(num_to_recompute(ratio, count, count)).indices
     assert len(set(chosen.tolist())) == num_to_recompute(ratio, count, count)
     assert int(separators[chosen].sum()) == max(0, len(chosen) - int((~separators).sum()))
 
@@ -126,111 +93,76 @@ def test_separators_are_chosen_only_when_nothing_else_is_left(rule, chunks, rati
 def test_the_papers_rules_may_choose_separators():
     facts = evidence()
     for name, rule in RULES.items():
-        assert rule.skips_separators == (name in ASKING)
+        assert rule.skips_template == (name == "ask")
     assert torch.equal(RULES["cacheblend"].scores(facts), RULES["cacheblend"].score(facts))
 
 
-def test_the_question_is_read_at_the_check_layers():
-    checks = (Check(1, 0.4), Check(4, 0.1))
-    assert RULES["repair"].probe_layers(checks, 6) == (1, 4)
-    assert RULES["cacheblend"].probe_layers(checks, 6) == ()
+def test_a_rule_that_asks_reads_every_layer_of_a_shallow_model():
+    assert RULES["ask"].probe_layers(4) == (0, 1, 2, 3)
+    assert RULES["ask"].probe_layers(DEEP_MODEL_LAYERS - 1) == tuple(range(DEEP_MODEL_LAYERS - 1))
+    assert RULES["cacheblend"].probe_layers(4) == ()
 
 
-def test_a_rule_that_only_asks_reads_every_layer_of_a_shallow_model():
-    assert RULES["ask"].probe_layers((Check(0, 0.1),), 4) == (0, 1, 2, 3)
-    assert RULES["ask"].probe_layers((Check(0, 0.1),), DEEP - 1) == tuple(range(DEEP - 1))
-
-
-@given(num_layers=st.integers(DEEP, 130), global_layers=st.sets(st.integers(0, 129)))
+@given(num_layers=st.integers(DEEP_MODEL_LAYERS, 130), global_layers=st.sets(st.integers(0, 129)))
 def test_of_a_deep_one_it_reads_the_middle_and_global_layers_alone_where_there_are_some(num_layers, global_layers):
-    middle = RULES["ask"].probe_layers((Check(0, 0.1),), num_layers)
+    middle = RULES["ask"].probe_layers(num_layers)
     assert middle == tuple(range(middle[0], middle[-1] + 1))
     assert num_layers / 3 - 1 < middle[0] <= num_layers / 3
     assert 0.8 * num_layers - 2 < middle[-1] < 0.8 * num_layers
     known = tuple(sorted(layer for layer in global_layers if layer < num_layers))
-    read = RULES["ask"].probe_layers((Check(0, 0.1),), num_layers, known)
+    read = RULES["ask"].probe_layers(num_layers, known)
     assert read == (tuple(layer for layer in known if layer in middle) or known or middle)
 
 
 @given(fresh=st.integers(1, 2000), tokens=st.integers(1, 2000), ratio=st.floats(0.01, 1))
 def test_a_probe_pays_the_sooner_the_longer_the_context(fresh, tokens, ratio):
-    checks = (Check(1, ratio),)
-
     def pays(fresh: int, tokens: int) -> bool:
-        return probe_pays(RULES["repair"], checks, fresh, tokens, tokens, 5)
+        return is_probe_worthwhile(RULES["ask"], ratio, fresh, tokens, tokens, 5)
 
     assert not pays(fresh, tokens) or pays(fresh, tokens + 1)
     assert pays(fresh, tokens) or not pays(fresh + 1, tokens)
-    assert probe_pays(RULES["cacheblend"], checks, fresh, tokens, tokens, 5)
+    assert is_probe_worthwhile(RULES["cacheblend"], ratio, fresh, tokens, tokens, 5)
 
 
 def test_auto_names_a_rule_and_unknown_names_are_refused():
-    assert find_rule("auto", DEEP) is RULES[DEFAULT]
-    assert find_rule("auto", DEEP - 1) is RULES[SHALLOW]
-    with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*position"):
+    assert find_rule("auto", DEEP_MODEL_LAYERS) is RULES[DEFAULT_RULE]
+    assert find_rule("auto", DEEP_MODEL_LAYERS - 1) == dataclasses.replace(RULES[DEFAULT_RULE], ratio=DEFAULT_RATIO)
+    with pytest.raises(UsageError, match=r"'best'.*auto.*cacheblend.*random"):
         find_rule("best")
 
 
-# --- schedules ---
-
-
-@given(ratio=ratios, num_layers=st.integers(2, 80), check_layer=st.integers(0, 3))
-def test_a_gradual_schedule_means_its_ratio_and_never_grows(ratio, num_layers, check_layer):
-    if check_layer >= num_layers:
-        return
-    checks = gradual_schedule(ratio, num_layers, check_layer)
-    assert sum(check.ratio for check in checks) / len(checks) == pytest.approx(ratio, abs=1e-9)
-    assert [check.layer for check in checks] == list(range(check_layer, num_layers))
-    assert all(0 <= check.ratio <= 1 for check in checks)
-    assert all(after.ratio <= before.ratio + 1e-12 for before, after in itertools.pairwise(checks))
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3, 0.6])
-def test_a_gradual_schedule_falls_from_one_and_a_half_to_half_the_ratio(ratio):
-    checks = gradual_schedule(ratio, num_layers=32)
-    assert checks[0] == Check(1, pytest.approx(1.5 * ratio))
-    assert checks[-1] == Check(31, pytest.approx(0.5 * ratio))
+# --- check layers ---
 
 
 def test_a_rule_without_deviation_chooses_before_the_first_layer():
-    assert schedule(RULES["first_k"], 0.2, 8) == (Check(0, 0.2),)
-    assert schedule(RULES["cacheblend"], 0.2, 8) == (Check(1, 0.2),)
-    assert schedule(RULES["cacheblend"], 0.2, 8, check_layer=3) == (Check(3, 0.2),)
-    assert schedule(RULES["cacheblend_gradual"], 0.2, 8) == gradual_schedule(0.2, 8)
-
-
-def test_given_checks_override_the_rules_own():
-    checks = (Check(1, 0.4), Check(4, 0.1))
-    assert schedule(RULES["cacheblend_gradual"], 0.9, 8, checks) == checks
+    assert check_schedule(RULES["random"], 0.2, 8) == (CheckLayer(0, 0.2),)
+    assert check_schedule(RULES["cacheblend"], 0.2, 8) == (CheckLayer(1, 0.2),)
+    assert check_schedule(RULES["cacheblend"], 0.2, 8, check_layer=3) == (CheckLayer(3, 0.2),)
 
 
 @pytest.mark.parametrize(
-    ("checks", "message"),
+    ("ratio", "layer", "message"),
     [
-        ([], "no check layer"),
-        ([Check(2, 0.3), Check(2, 0.2)], "must ascend"),
-        ([Check(3, 0.3), Check(2, 0.2)], "must ascend"),
-        ([Check(1, 0.1), Check(2, 0.2)], "not grow"),
-        ([Check(-1, 0.1)], "does not exist"),
-        ([Check(8, 0.1)], r"check layer 8 does not exist.*0\.\.7"),
-        ([Check(1, 1.5)], r"recompute_ratio is 1\.5"),
-        ([Check(1, float("nan"))], "recompute_ratio is nan"),
+        (0.1, -1, "does not exist"),
+        (0.1, 8, r"check layer 8 does not exist.*0\.\.7"),
+        (1.5, 1, r"recompute_ratio is 1\.5"),
+        (float("nan"), 1, "recompute_ratio is nan"),
     ],
 )
-def test_checks_that_cannot_be_run_are_refused(checks, message):
+def test_a_check_that_cannot_be_run_is_refused(ratio, layer, message):
     with pytest.raises(UsageError, match=message):
-        schedule(RULES["cacheblend"], 0.2, 8, checks)
+        check_schedule(RULES["cacheblend"], ratio, 8, layer)
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan"), float("inf")])
 def test_a_ratio_outside_zero_to_one_is_named(ratio):
     with pytest.raises(UsageError, match=f"recompute_ratio is {ratio}"):
-        check_ratio(ratio)
+        validate_ratio(ratio)
 
 
 @pytest.mark.parametrize("ratio", [0, 0.5, 1])
 def test_a_ratio_inside_passes(ratio):
-    assert check_ratio(ratio) == ratio
+    assert validate_ratio(ratio) == ratio
 
 
 # --- counting ---
@@ -277,8 +209,3 @@ def test_a_deeper_model_spreads_the_check_over_more_layers():
     assert charged_budget_at(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
     assert charged_budget_at(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
     assert charged_budget_at(320, rows, 100, 1) < charged_budget_at(32, rows, 100, 1) < charged_budget(rows, 100)
-
-
-def test_several_check_layers_need_a_rule_that_measures_deviation():
-    with pytest.raises(UsageError, match="first_k chooses its tokens before the first layer"):
-        schedule(RULES["first_k"], 0.2, 6, [Check(0, 0.3), Check(2, 0.1)])

@@ -1,0 +1,111 @@
+"""What is done where no KV is fused: map-reduce and map-rerank, as in CacheBlend's figures, and reordered chunks.
+
+All prefill in full, so they are exact for the prompts that they send, which are other prompts than the one asked.
+Distances are read over the KV of the last of them: what asking otherwise costs, no error of arithmetic. Knows engines,
+prompts and words; nothing of tables. Read `ask_baseline` first; `benchmarks.figures` measures them beside blending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from time import perf_counter
+from typing import Literal, NamedTuple, get_args
+
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, TokenizedPrompt
+
+Baseline = Literal["map_reduce", "map_rerank", "reorder"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+SUMMARY_TOKENS = 48  # of a chunk's summary, at most
+INSTRUCTION = "Summarise in one or two sentences what the passage says that helps to answer this question: {question}"
+
+
+class Asked(NamedTuple):
+    """A greedy answer, and the prompt whose KV it was decoded from."""
+
+    answer: Answer
+    prompt: TokenizedPrompt
+    total_s: float  # prefilling and decoding
+
+
+Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
+"""Chunks, question, system text and most tokens of an answer, after full prefill of a prompt of these."""
+
+
+def ask_baseline(
+    name: Baseline, engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int
+) -> Asked:
+    """`prompt`, which is `case` as it would be asked, by the baseline.
+
+    The answer's `ttft_s` is all that runs before its first token is known, one prompt after the other. Its charged
+    budgets are the tokens of all prompts that were prefilled over those of `prompt`, hence beyond 1 where question and
+    system text are read again for every chunk; tokens decoded on the way are in the time only.
+    """
+    num_prefilled = 0
+
+    def ask(chunks: Sequence[Part], question: str, system: str | None, max_tokens: int) -> Asked:
+        nonlocal num_prefilled
+        request = engine.request(SegmentedPrompt(chunks, question, system), mode="full", max_tokens=max_tokens)
+        num_prefilled += request.prompt.num_tokens
+        start_s = perf_counter()
+        found = generate_answer(engine, request, FULL)
+        return Asked(found, request.prompt, perf_counter() - start_s)
+
+    chunks = prompt.chunks
+    if name == "map_reduce":
+        last = map_reduce(ask, chunks, case, answer_tokens)
+    elif name == "map_rerank":
+        last = map_rerank(ask, chunks, case, answer_tokens, lambda found: confidence(engine, found))
+    else:
+        last = ask(reordered(chunks), case.question, case.system, answer_tokens)
+    share = num_prefilled / engine.segmenter.tokenize(prompt).num_tokens
+    report = replace(last.answer.report, charged_budget=share, charged_budget_32=share)
+    return last._replace(answer=last.answer._replace(report=report))
+
+
+def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int) -> Asked:
+    """The question over summaries, each made of one chunk with the question at hand (LangChain's chain).
+
+    What only two chunks together say, no summary can. A chunk that the model has no word for is left out."""
+    said = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
+    summaries = [text for each in said if (text := each.answer.text.strip())]
+    last = ask(summaries, case.question, case.system, answer_tokens)
+    return _after(last, sum(each.total_s for each in said) + last.answer.ttft_s)
+
+
+def map_rerank(
+    ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: int, score: Callable[[Asked], float]
+) -> Asked:
+    """The question over each chunk alone; the answer with the highest score is the one, the first of equal ones.
+
+    It is known once all of them are decoded, so its first token is as late as its last."""
+    found = [ask([chunk], case.question, case.system, answer_tokens) for chunk in chunks]
+    return _after(max(found, key=score), sum(each.total_s for each in found))
+
+
+def confidence(engine: TransformersEngine, found: Asked) -> float:
+    """Mean log-probability of the answer's tokens, the one that ends it included, natural logarithm.
+
+    LangChain's chain has the model write a score between 0 and 100 behind its answer. A small model writes none, or the
+    same one always; what it expects can be read from any model. Neither tells a right answer from a sure one: where a
+    model has learnt to say that something is not stated, it says so of most chunks, and is sure of it.
+    """
+    token_ids = found.answer.token_ids
+    return -loss(score_tokens(engine, found.prompt, found.answer.fused, token_ids), token_ids)
+
+
+def reordered(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """In an order of the texts' own, by hash: prompts over the same chunks begin with the same ones.
+
+    So prefix caching, which is exact, finds longer prefixes (ContextPilot's idea). How much longer depends on what
+    else is asked; a prompt by itself finds none, so its time is that of full prefill.
+    """
+    return sorted(chunks, key=lambda chunk: blake2b(chunk.text.encode(), digest_size=16).digest())
+
+
+def _after(last: Asked, ttft_s: float) -> Asked:
+    return last._replace(answer=last.answer._replace(ttft_s=ttft_s))

@@ -1,0 +1,136 @@
+"""`ragblend bench ttft | throughput | load | ingest | quality`: parse, run one benchmark, print.
+
+Options are the fields of the benchmark's configuration (`bench.common.configs`). Nothing heavy is imported before a
+command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from importlib import import_module
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import typer
+
+from ragblend.cli.groups import FullHelpGroup
+from ragblend.cli.options import JsonOption, json_object, split_names, split_numbers
+from ragblend.cli.printing import err, out, print_json
+from ragblend.cli.session import quiet_libraries, set_num_threads
+from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import (
+    BenchConfig,
+    IngestConfig,
+    LoadConfig,
+    QualityConfig,
+    ThroughputConfig,
+    TtftConfig,
+    get_field_annotations,
+)
+
+bench_app = typer.Typer(
+    help="Measure, side by side in one process.", cls=FullHelpGroup, no_args_is_help=True, rich_markup_mode=None
+)
+
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a picture, FILE.png.")]
+
+
+def options_of(config: type[BenchConfig]) -> list[Parameter]:
+    """A keyword parameter for typer per field of `config`."""
+    found = []
+    for each in fields(config):
+        kind, option = get_args(get_field_annotations(config)[each.name])
+        default = each.default if each.default is not MISSING else None
+        if _is_list(kind) or get_origin(kind) is Mapping:
+            kind = str | None
+            default = None if default is None else ",".join(f"{value}" for value in default)
+        found.append(_parameter(each.name, Annotated[kind, option], default))
+    return found
+
+
+C = TypeVar("C", bound=BenchConfig)
+
+
+def config_from(config: type[C], values: Mapping[str, Any]) -> C:
+    """`config` of the values that the command line gave for `options_of` it."""
+    given = {}
+    for each in fields(config):
+        kind, _ = get_args(get_field_annotations(config)[each.name])
+        value = values[each.name]
+        if _is_list(kind) and value is not None:
+            value = tuple(split_numbers(value) if "float" in str(kind) else split_names(value))
+        elif get_origin(kind) is Mapping:
+            value = json_object(value, f"--{each.name.replace('_', '-')}")
+        given[each.name] = value
+    return config(**given)
+
+
+def _is_list(kind: Any) -> bool:
+    return any(get_origin(each) is tuple for each in (kind, *get_args(kind)))
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
+    """The benchmark's command: runs `bench_NAME` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
+    name = config.__name__.removesuffix("Config").lower()
+
+    def command(*, json_: bool, plot: Path | None = None, **values: Any) -> None:
+        if values.pop("backend_of_throughput", "vllm") != "vllm":
+            raise UsageError("throughput is measured on a serving engine: --backend vllm")
+        set_num_threads(values["threads"])
+        quiet_libraries()
+        run: Callable[..., dict[str, Any]] = getattr(
+            import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}"), f"bench_{name}"
+        )
+        asked = config_from(config, values)
+        facts = run(asked, plot=plot, echo=lambda line: (err if json_ else out).print(line, markup=False))
+        if json_:
+            print_json(facts)
+
+    parameters = [*options_of(config), *more, _parameter("json_", JsonOption, False)]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    command.__annotations__ = {}
+    bench_app.command(name, help=help)(command)
+
+
+_MODULES = {"quality": "quality.study"}
+_PLOT = _parameter("plot", PlotOption, None)
+_VLLM_ONLY = Annotated[str, typer.Option("--backend", help="vllm, in this process; there is no other.")]
+
+add(
+    TtftConfig,
+    "Time to first token in the four modes: lookup + load + fuse + first token, warm-up outside, medians.",
+    _PLOT,
+)  # fmt: skip
+add(
+    ThroughputConfig,
+    """Requests per second at equal TTFT: Poisson arrivals at rising rates, blend against full and prefix caching.
+
+    The defaults take under ten minutes on one idle CPU core. A rate costs at least its requests' prefills, so a larger
+    shape, or more and longer chunks, take longer in proportion; so do low rates.
+    """,
+    _parameter("backend_of_throughput", _VLLM_ONLY, "vllm"), _PLOT,
+)  # fmt: skip
+add(
+    LoadConfig,
+    "Blend from disk against blend from memory, page cache dropped, on both sides of T_load = T_recompute.",
+    _PLOT,
+)  # fmt: skip
+add(
+    IngestConfig,
+    "Ingestion to disk against the engine's own prefill of the same chunks; and a second run that knows them all.",
+)  # fmt: skip
+add(
+    QualityConfig,
+    """How close answers from fused KV are to full prefill's on your model and questions, and how good they are.
+
+    Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
+    from the checkout's data/questions (musique, nq), or from the sample corpus (demo).
+    """,
+    _PLOT,
+)  # fmt: skip

@@ -1,0 +1,190 @@
+"""`ragblend calibrate`: parse, fit, print the curve. JSON or text on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
+from ragblend.cli.printing import err, print_result, progress_bars
+from ragblend.cli.session import open_engine, open_settings_index
+from ragblend.config import Settings
+from ragblend.errors import EmptyCorpusError, NotFoundError, UsageError
+from ragblend.redaction import redact
+
+if TYPE_CHECKING:
+    from ragblend.engine.tuning.calibration import CurvePoint, RuleFit
+    from ragblend.index import ChunkIndex
+    from ragblend.lab.calibrate import CalibrationRun, HeldOut
+
+calibrate_app = typer.Typer()
+
+
+@calibrate_app.command()
+@with_settings(
+    "model index store remote k neighbours order embedder system namespace dtype device trust_remote_code",
+    demo="On the demo's corpus; nothing else is needed.",
+)
+def calibrate(
+    settings: Settings,
+    questions: Annotated[
+        Path | None, typer.Option("--questions", help="One question per line; without it they are made of the chunks.")
+    ] = None,
+    num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
+    held_out: Annotated[int, typer.Option("--held-out", help="Others to check the prediction with.")] = 0,
+    target: Annotated[
+        float, typer.Option("--target", help="Share of first tokens to be full prefill's, with 95 % confidence.")
+    ] = 0.9,
+    rules: Annotated[str | None, typer.Option("--rules", help="Rules to compare, comma-separated.")] = None,
+    check_layers: Annotated[
+        str | None, typer.Option("--check-layers", help="Layers to read them at, in the model's first half; 1,2,4.")
+    ] = None,
+    ratios: Annotated[str | None, typer.Option("--ratios", help="Shares to measure besides 0 and 1.")] = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the calibration in the store.")] = True,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the curve, FILE.png.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Which questions, and their order.")] = 0,
+    json_: JsonOption = False,
+) -> None:
+    """Find the recompute ratio at which your questions get full prefill's first token; the engine then uses it."""
+    if settings.is_served:
+        raise UsageError(
+            f"{redact(settings.backend)} shows no distributions to compare; calibrate on the machine that has its "
+            "store, with --store: the server takes the calibration from there"
+        )
+    settings = replace(settings, backend="transformers")  # vLLM uses the calibration, too
+    if plot is not None:
+        from ragblend.lab.bench.common.plots import require_matplotlib
+
+        require_matplotlib()  # now, not after minutes of measuring
+    from ragblend.lab import calibrate as fitting
+
+    fitting.check_target(target, num_questions)
+    grid: dict[str, Any] = {}
+    if rules is not None:
+        grid["rules"] = split_names(rules)
+    if check_layers is not None:
+        grid["check_layers"] = [int(layer) for layer in split_numbers(check_layers)]
+    if ratios is not None:
+        grid["ratios"] = split_numbers(ratios)
+    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
+        fitting.require_transformers_engine(engine)
+        asked = _questions(questions, opened, engine.name, num_questions + held_out, seed)
+        found = fitting.calibrate(
+            engine,
+            opened,
+            asked,
+            k=settings.k,
+            neighbours=settings.neighbours,
+            order=settings.order,
+            target=target,
+            num_questions=num_questions,
+            num_held_out=held_out,
+            seed=seed,
+            save=save,
+            progress=progress,
+            **grid,
+        )
+    facts = facts_of(found, settings.model, questions)
+    if plot is not None:
+        from ragblend.lab.bench.common.plots import plot_calibration
+
+        plot_calibration(facts, plot)
+        err.print(f"plot in {plot}")
+    print_result(facts, "\n".join(lines_of(found)), json_)
+
+
+def _questions(path: Path | None, index: ChunkIndex, model: str, count: int, seed: int) -> list[str]:
+    """Those of the file, or some that are made of the chunks: for the embedded model in the forms that it knows."""
+    from ragblend.lab.calibrate import generate_questions, read_questions
+
+    if path is not None:
+        if not path.is_file():
+            raise NotFoundError(f"no file {path}; write your questions there, one per line, or leave --questions out")
+        return read_questions(path.read_text(encoding="utf-8"))
+    if not index.num_chunks:
+        raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
+    chunks = list(index.chunks())
+    if model == "demo":
+        from ragblend.demo.corpus import questions_about
+
+        return questions_about((chunk.text for chunk in chunks), count, seed)
+    return generate_questions(chunks, count, seed)
+
+
+# -- printing
+
+
+def facts_of(run: CalibrationRun, model: str, questions: Path | None) -> dict[str, Any]:
+    """The calibration as plain JSON values, with the machine that it was measured on."""
+    from ragblend.lab.bench.common.hardware import hardware_card
+
+    calibration, held = run.calibration, run.held_out
+    body = calibration.as_dict()["calibration"]
+    del body["prefix_ids"], body["created_s"]
+    return {
+        "command": shlex.join(["ragblend", *sys.argv[1:]]),
+        "hardware": hardware_card(),
+        "model": model,
+        "questions": "generated" if questions is None else questions.name,
+        "ratio": calibration.ratio,
+        "rule": calibration.rule,
+        "check_layer": calibration.check_layer,
+        "meets_target": calibration.fits[0].meets_target,
+        "predicted_agreement": {
+            name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
+        },
+        "held_out": asdict(held) | {"is_kept": run.is_target_met} if held is not None else None,
+        "num_prefills": run.num_prefills,
+        "elapsed_s": round(run.elapsed_s, 1),
+        "cpu_s": round(run.cpu_s, 1),
+        "saved": run.path is not None,
+        **body,
+    }
+
+
+def lines_of(run: CalibrationRun) -> list[str]:
+    """The same for people: what was chosen, the curve of each rule, the check."""
+    calibration, best = run.calibration, run.calibration.fits[0]
+    lines = [
+        f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "
+        f"ratio {best.ratio:g} by {best.rule} at layer {best.check_layer}",
+        f"the first token is full prefill's in {_share(best.point)}",
+        f"noise floor (everything recomputed): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
+    ]
+    if not best.meets_target:
+        lines.append("no ratio meets the target, not even 1: rounding alone is beyond it. Lower --target")
+    elif best.ratio == 1:
+        lines.append("only ratio 1, full prefill's work, meets the target. Lower it, ask more, or measure more --rules")
+    for fit in calibration.fits:
+        lines += ["", *_table(fit)]
+    if run.held_out is not None:
+        held = run.held_out
+        verdict = "the target stands" if run.is_target_met else "BELOW the target"
+        lines += [
+            "",
+            f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
+        ]
+    if run.path is not None:
+        lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {run.path}"]
+    return lines
+
+
+def _table(fit: RuleFit) -> list[str]:
+    title = f"{fit.rule}, layer {fit.check_layer}"
+    rows = [f"{title}\n  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} KL, nats"]
+    for point in fit.curve:
+        mark = " <" if point.ratio == fit.ratio else ""
+        rows.append(
+            f"  {point.ratio:>6g} {point.charged_budget:>8.3f} {point.charged_budget_32:>7.3f}   "
+            f"{_share(point):<24} {point.kl:.2g}{mark}"
+        )
+    return rows
+
+
+def _share(found: CurvePoint | HeldOut) -> str:
+    return f"{found.agreement:.1%} [{found.low:.1%}, {found.high:.1%}]"

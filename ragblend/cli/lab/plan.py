@@ -1,0 +1,172 @@
+"""`ragblend profile` and `ragblend plan`: measure this machine, then ask which storage the KV should live on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragblend.cli.options import JsonOption, VllmOptions, json_object, with_settings
+from ragblend.cli.printing import err, print_result
+from ragblend.cli.session import open_engine, set_num_threads
+from ragblend.config import Settings
+from ragblend.errors import UsageError
+from ragblend.redaction import redact
+
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.engine.tuning.loading_controller import MachineProfile
+    from ragblend.engine.vllm.engine import VllmEngine
+    from ragblend.lab.plan import StorageEstimate, StoragePlan
+    from ragblend.lab.profile import ProfileConfig
+
+ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; default is torch's choice.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(profile)
+    app.command()(plan)
+
+
+@with_settings("model store remote backend dtype device trust_remote_code")
+def profile(
+    settings: Settings,
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
+    vllm_options: VllmOptions = None,
+    threads: ThreadsOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time the model and the store's disk, and the remote tier if one is set; requests follow what was found.
+
+    With `--backend vllm` in vLLM, as `ragblend serve` runs it; each backend follows its own times.
+    """
+    set_num_threads(threads)
+    _bind_threads(settings, threads)
+    from ragblend.engine.store.remote.tier import open_remote
+    from ragblend.engine.tuning.machine import write_profile
+    from ragblend.lab.profile import ProfileConfig, measure_machine
+
+    effort = ProfileConfig(chunks, chunk_tokens, repeats)
+    tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
+    try:
+        with _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine:
+            root = Path(settings.store)
+            found = measure_machine(engine, effort, directory=root, remote=tier, notify=err.print)
+            path = write_profile(root, found)
+    finally:
+        if tier is not None:
+            tier.close()
+    print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
+
+
+@with_settings("model store backend dtype device trust_remote_code")
+def plan(
+    settings: Settings,
+    storage: Annotated[
+        list[str],
+        typer.Option(
+            "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
+        ),
+    ],
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
+    ratio: Annotated[
+        float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")
+    ] = None,
+    rule: Annotated[str, typer.Option("--rule", help="A rule that asks first waits for most KV.")] = "auto",
+    usd_per_hour: Annotated[
+        float | None, typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even.")
+    ] = None,
+    vllm_options: VllmOptions = None,
+    threads: ThreadsOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Which storage is the cheapest that adds no delay, what 1,000 chunks cost there, and when reuse pays them back."""
+    set_num_threads(threads)
+    _bind_threads(settings, threads)
+    from ragblend.engine.fusion.rules import find_rule
+    from ragblend.lab.plan import WorkloadSpec, parse_storage
+    from ragblend.lab.plan import plan as make_plan
+    from ragblend.lab.profile import find_profile
+
+    profile = find_profile(settings, json_object(vllm_options, "--vllm-options"))
+    known = find_rule(rule, profile.num_layers)
+    least = known.ratio if ratio is None else ratio
+    need = WorkloadSpec(
+        chunks,
+        chunk_tokens,
+        ratio=least,
+        usd_per_hour=usd_per_hour,
+        probes_before_selection=known.probes_before_selection,
+    )
+    made = make_plan(profile, [parse_storage(text, profile.bytes_per_s) for text in storage], need)
+    print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
+
+
+def _bind_threads(settings: Settings, threads: int | None) -> None:
+    """`--threads` counts for vLLM only where it does not bind threads itself. Refuses a server: it runs elsewhere."""
+    if settings.is_served:
+        raise UsageError(
+            f"backend is {redact(settings.backend)!r}; on the server's machine, where its store is: --backend "
+            "vllm, or transformers"
+        )
+    if settings.backend == "vllm" and threads is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+def _open_to_measure(
+    settings: Settings, effort: ProfileConfig, vllm_options: dict[str, Any]
+) -> AbstractContextManager[TransformersEngine | VllmEngine]:
+    """The engine whose times are wanted."""
+    from ragblend.engine.transformers.engine import TransformersEngine
+    from ragblend.lab.profile import open_vllm_for_profile
+
+    if settings.backend == "vllm":
+        return open_vllm_for_profile(settings, effort, vllm_options)
+    if vllm_options:
+        raise UsageError("--vllm-options go with --backend vllm")
+    engine = open_engine(settings, new_model=True)
+    assert isinstance(engine, TransformersEngine)
+    return engine
+
+
+def profile_lines(profile: MachineProfile) -> list[str]:
+    """What was measured, for people."""
+    times = ", ".join(f"{tokens:.0f} tokens {seconds:.3g} s" for tokens, seconds in profile.prefill_s)
+    shares = ", ".join(f"{ratio:.0%} {share:.1%}" for ratio, share in profile.shares)
+    tiers = ", ".join(f"{name} {speed / 1e9:.3g} GB/s" for name, speed in profile.bytes_per_s.items())
+    return [f"full prefill: {times}", f"blending, of that time: {shares}", f"reading: {tiers or 'not measured'}"]
+
+
+def plan_lines(plan: StoragePlan) -> list[str]:
+    """The plan as a table, cheapest device first, and the answer."""
+    need, cheapest = plan.need, plan.chosen
+    lines = [
+        f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "
+        f"{plan.full_s:.3g} s",
+        f"{'storage':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
+        f"{'USD/month':>11}{'uses to repay':>15}" + ("  uses/month" if need.usd_per_hour else ""),
+    ]
+    lines += [_option_line(option) for option in plan.options]
+    if cheapest is None:
+        ways = ["a faster one", "a higher ratio"]
+        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need.probes_before_selection else []
+        return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
+    return [*lines, f"{cheapest} is the cheapest that adds no delay"]
+
+
+def _option_line(option: StorageEstimate) -> str:
+    repaid = "never" if option.reuses_to_repay is None else str(option.reuses_to_repay)
+    monthly = "" if option.reuses_per_month is None else f"{option.reuses_per_month:>12.3g}"
+    delay = "yes" if option.adds_delay else "no"
+    return (
+        f"{option.storage:<12}{option.load_s:>8.3f}{option.recompute_s:>12.3f}{option.ttft_s:>8.3f}{delay:>7}"
+        f"{option.hidden_ratio:>7.0%}{option.gb_per_1000_chunks:>9.2f}{option.usd_per_1000_chunks_month:>11.4f}"
+        f"{repaid:>15}{monthly}" + ("" if option.pays else "  full prefill is faster")
+    )

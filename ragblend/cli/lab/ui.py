@@ -1,0 +1,45 @@
+"""`ragblend ui`: a page on this machine to drop documents on and ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragblend.cli.options import with_settings
+from ragblend.cli.printing import err
+from ragblend.cli.session import open_engine, open_settings_index, retrieve
+from ragblend.config import Settings
+
+if TYPE_CHECKING:
+    from ragblend.engine.api import Engine
+    from ragblend.index import ChunkIndex
+    from ragblend.lab.ui.job_queue import UiJob
+
+
+@with_settings(
+    "model backend index store remote rule ratio k neighbours order max_tokens chunk_size context embedder "
+    "system namespace dtype kv_dtype device trust_remote_code",
+    demo="Open on the demo's corpus, with questions to ask; nothing else is needed.",
+)
+def ui(
+    settings: Settings,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; others can reach any but this.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8765,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Open a page: drop documents, ask, and see the four modes side by side and what became of every token."""
+    from ragblend.lab.ui.app import serve
+
+    def open_(job: UiJob) -> tuple[Engine, ChunkIndex]:
+        engine = open_engine(settings, new_model=True)
+        try:
+            index = open_settings_index(settings, engine, create=True)
+        except BaseException:
+            engine.close()
+            raise
+        return engine, index
+
+    serve(settings, open_, retrieve, host=host, port=port, browser=browser, notify=lambda line: err.print(line))

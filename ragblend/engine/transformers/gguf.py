@@ -1,0 +1,103 @@
+"""GGUF files: which names mean one, what transformers needs for it, and what it leaves out.
+
+transformers reads weights, config, tokenizer and chat template out of the file, and dequantises the weights, so that
+the model is a plain one of the chosen dtype. Knows the first bytes of the format; no tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.errors import UnsupportedModelError
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_HEAD_BYTES = 1 << 26  # metadata and the table of tensors stand before the tensors
+
+
+class GgufReference(NamedTuple):
+    """A GGUF by name: `file` in `place`, a directory or a Hugging Face repo; a file of this machine has none."""
+
+    place: str
+    file: str
+
+
+def parse_gguf_reference(model: str) -> GgufReference | None:
+    """What `model` means if it names a GGUF.
+
+    >>> named_gguf("org/repo:model-Q4_K_M.gguf"), named_gguf("models/mine.gguf"), named_gguf("org/repo")
+    (Named(place='org/repo', file='model-Q4_K_M.gguf'), Named(place='', file='models/mine.gguf'), None)
+    """
+    if not model.lower().endswith(".gguf"):
+        return None
+    if _SHARD.search(model):
+        raise UnsupportedModelError(
+            f"{model} is one of several parts, which transformers does not read; make one file of them: "
+            "llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf"
+        )
+    place, colon, file = model.rpartition(":")
+    is_file = not colon or Path(model).expanduser().exists()
+    return GgufReference("", model) if is_file else GgufReference(place, file)
+
+
+def require_gguf() -> None:
+    """Raise ImportError, with what to type, unless the packages are installed by which transformers reads a GGUF."""
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")
+
+
+def dequantised() -> dict[str, Any]:
+    """The argument by which transformers unpacks all weights, where it would keep some in blocks."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # older ones always unpack
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def reject_unread_rope(path: Path, config: Any) -> None:
+    """Raise UnsupportedModelError if the file scales its RoPE and `config`, which was made of it, does not."""
+    known = getattr(config, "rope_parameters", None) or {}
+    found = _rope_scaling(path)
+    if found and known.get("rope_type", "default") == "default":
+        raise UnsupportedModelError(
+            f"{path.name} has a scaled RoPE ({found}), which transformers does not read out of a GGUF: every answer "
+            "would be a little wrong. Say it as config.json of the original model does, "
+            "model_kwargs={'rope_parameters': {'rope_type': ..., 'rope_theta': ..., 'factor': ...}}, or use that model"
+        )
+
+
+def _rope_scaling(path: Path) -> str:
+    """How the file says that its RoPE is scaled; "" where it is not."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(b"rope_freqs.weight", 0, _HEAD_BYTES) >= 0:
+            return "rope_freqs.weight"
+        key = b".rope.scaling.type"
+        place = content.find(key, 0, _HEAD_BYTES)
+        if place < 0:
+            return ""
+        kind, length = struct.unpack_from("<IQ", content, place + len(key))
+        start = place + len(key) + 12
+        text = content[start : start + min(length, 32)].decode(errors="replace") if kind == 8 else ""  # 8: a string
+        return "" if text in ("", "none") else f"rope.scaling.type {text}"
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """No bar of its own while transformers dequantises."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar: Any = reader.tqdm
+    reader.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = bar

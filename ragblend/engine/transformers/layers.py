@@ -1,0 +1,487 @@
+"""A transformers decoder as a LayerwiseModel: its own layers, run one at a time over any subset of tokens.
+
+The seam is `Cache.update`: a cache whose `update` scatters the fresh rows into the fused KV and returns the whole
+layer turns any standard decoder layer into a partial-prefill layer. Attention over scattered rows is plugged in
+through transformers' attention registry; norms, projections, QK-norm, GQA and MLP stay the model's code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.host_positions import on_host
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
+from ragblend.engine.fusion.rope import add_rotated, rotate, unrotate
+from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.transformers.adapters import active_adapters
+from ragblend.engine.transformers.batched_decode import (
+    BatchedDecodeCache,
+    DecodeBatch,
+    SmallBatchMatmul,
+    assign_rows,
+    attend_batch,
+)
+from ragblend.engine.transformers.families import (
+    LatentAttention,
+    context_length,
+    family_of,
+    layer_windows,
+    rope_parameters,
+    text_decoder,
+)
+from ragblend.errors import RagblendError
+
+ATTENTION = "ragblend"
+
+# Rotations at hand: of the rows the loader places, and of those that run before and after the check. Kept from one
+# request to the next, each is as large as the rows it covers of the tables in `_rope`.
+MAX_CACHED_TABLES = 4
+
+
+class PackedSpans(NamedTuple):
+    """Chunks side by side in one sequence, each behind the same prefix and unseen by the others."""
+
+    prefix: LayerKV  # [H, P, D], keys rotated
+    spans: tuple[slice, ...]  # where each chunk's rows are, one after the other
+
+
+def attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedSpans,
+    scale: float | None,
+    sight: AttentionParams = PLAIN,
+) -> Tensor:
+    """Causal attention of packed chunks: `query` [1, Hq, R, D]; `keys`, `values` [1, H, R, D] are the chunks' alone.
+
+    Each row sees the prefix, and its own chunk up to itself, of both what is within its window. Returns [1, Hq, R, D].
+    """
+    outputs = []
+    for span in packed.spans:
+        behind = [
+            torch.cat((before[None], fresh[:, :, span]), dim=2)
+            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
+        ]
+        rows = torch.arange(packed.prefix.keys.shape[1], behind[0].shape[2], device=query.device)
+        outputs.append(attend_rows(query[:, :, span], behind[0], behind[1], rows, scale, sight))
+    return torch.cat(outputs, dim=2)
+
+
+def attend_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """The attention that the model's own file spells out, for what no kernel of transformers' knows: [B, R, Hq, D].
+
+    Some rows at a time, or its probabilities would take gigabytes. seen: [B, 1, R, T] bool, or added to scores, where 0
+    is seen, as transformers makes it for a model that is eager of its own; None is causal.
+    """
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if seen is None:
+        seen = torch.ones(1, 1, num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    outputs, most = [], max(1, BLOCK_SCORES[query.device.type] // (query.shape[0] * query.shape[1] * num_keys))
+    for start in range(0, num_rows, most):
+        part = seen[:, :, start : start + most]
+        hidden = torch.zeros_like(part, dtype=query.dtype).masked_fill_(~part, torch.finfo(query.dtype).min)
+        outputs.append(attend(module, query[:, :, start : start + most], key, value, hidden, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    blend_rows: Tensor | None = None,
+    blend_watch: QueryProbeHook | None = None,
+    blend_packed: PackedSpans | None = None,
+    blend_joined: DecodeBatch | None = None,
+    blend_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The model's own attention `whole`, except where a layer runs scattered rows, packed chunks or several prompts.
+
+    Layers hand over a soft cap of scores, and sinks as `s_aux`. Their window is in the mask, and in `blend_window`.
+    """
+    sight = AttentionParams(blend_window, softcap, s_aux)
+    if blend_packed is not None:
+        return attend_packed(query, key, value, blend_packed, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_joined is not None:
+        return attend_batch(query, blend_joined, scaling, sight).transpose(1, 2).contiguous(), None
+    if blend_rows is None and (softcap is not None or s_aux is not None):
+        bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+        return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
+    if blend_rows is None:
+        output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return output, None
+    if blend_watch is not None:
+        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, sight)
+        watched = blend_watch(queries, key[0], value[0])
+        if watched is not None:
+            return watched[None].transpose(1, 2).contiguous(), None
+    return attend_rows(query, key, value, blend_rows, scaling, sight).transpose(1, 2).contiguous(), None
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The eager attention of the model's own file: models of several families may be loaded, and share a name."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
+    return attended
+
+
+def _install_attention(model: Any) -> None:
+    """Have `model` run `_attention`, with the implementation that it has for its own forward inside."""
+    own = model.config._attn_implementation or "sdpa"
+    if own.startswith(ATTENTION):  # another engine's: both do the same
+        return
+    name = f"{ATTENTION}_{own}"
+    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    model.set_attn_implementation(name)
+
+
+class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Stored KV in, fused KV out: `update` writes the fresh rows and returns the layer up to the last of them."""
+
+    def __init__(
+        self,
+        fused: PromptKVBuffer,
+        turns: _RotaryTables,
+        hook: FreshKVHook | None = None,
+        latent: LatentAttention | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self._fused = fused
+        self._turns = turns
+        self._hook = hook
+        self._latent = latent
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter [1, H, R, D] and return [1, H, end, D] of keys and values."""
+        rows, _, end, cos, sin = self._turns
+        fresh = LayerKV(key_states[0], value_states[0])
+        if self._latent is not None:
+            fresh = self._latent.to_stored(fresh)
+        if self._hook is not None:
+            row_indices, callback = self._hook
+            callback(
+                LayerKV(
+                    unrotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices]),
+                    fresh.values[:, row_indices],
+                )
+            )
+        self._fused.write(layer_idx, rows, *fresh)
+        whole = LayerKV(self._fused.keys(layer_idx)[:, :end], self._fused.values(layer_idx)[:, :end])
+        if self._latent is not None:
+            whole = self._latent.from_stored(whole)
+        return whole.keys[None], whole.values[None]
+
+
+class _PackedCache(Cache):  # type: ignore[misc]
+    """Keeps what the packed chunks' values are, and hands keys and values on as they came."""
+
+    values: Tensor  # [H, R, D]
+
+    def __init__(self, latent: LatentAttention | None = None) -> None:
+        super().__init__(layers=[])
+        self._latent = latent
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[1, H, R, D] each."""
+        fresh = LayerKV(key_states[0], value_states[0])
+        self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
+        return key_states, value_states
+
+
+class _RotaryTables(NamedTuple):
+    """The rotation of some rows."""
+
+    rows: Tensor  # positions [R]
+    kind: str  # of layers, where they turn by angles of their own
+    end: int  # position after the highest of them
+    cos: Tensor  # [R, rotary dimensions] float32
+    sin: Tensor
+
+
+class TransformersLayers:
+    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly."""
+
+    def __init__(self, model: Any) -> None:
+        self._family = family_of(model)
+        self._latent = self._family if isinstance(self._family, LatentAttention) else None
+        _install_attention(model)
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self._decoder = text_decoder(model)
+        self._layers = list(self._decoder.layers)
+        self._rotary = self._decoder.rotary_emb
+        self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
+        """The keys and values [heads, T, D] that a layer's queries meet, where what is held of it is a latent."""
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
+        self._adapters = active_adapters(model) if getattr(model, "peft_config", None) else ""
+        self._turns: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, the latest first
+        ropes = rope_parameters(self.config)
+        self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
+        self._turns_kept = MAX_CACHED_TABLES * len(ropes)
+        self.context_length = context_length(self.config)
+        self._windows = layer_windows(self.config)
+        seeing_all = tuple(layer for layer, window in enumerate(self._windows) if window is None)
+        self.global_layers = seeing_all if len(seeing_all) < len(self._layers) else ()
+        """The layers that see everything, where others see a window only; () where all are alike."""
+        self.kv_shapes = [self._family.kv_shape] * len(self._layers)
+        kv_modules = self._family.projections(self._layers[0].self_attn)
+        self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
+        """Share of one layer's parameters that makes K and V: what probing a token costs, in token-layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding table is, and so the KV."""
+        device: torch.device = self._decoder.embed_tokens.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype, and so the KV's."""
+        dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
+        return dtype
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the KV's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[R, hidden size] for ids [R]."""
+        if self._adapters:
+            self._check_adapters()
+        hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
+        return hidden
+
+    def _check_adapters(self) -> None:
+        """Raise RagblendError if the model's owner has switched adapters: stored KV would be another model's."""
+        if active_adapters(self.model) != self._adapters:
+            raise RagblendError(
+                "the model's adapters are not those any more with which its engine was made, whose KV is in the store; "
+                "switch back (set_adapter), or make an engine for each: load_engine((model, tokenizer), ...)"
+            )
+
+    def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
+        """Pre-RoPE keys (after QK-norm) and values, [H, R, D]: one norm and the projections, no attention."""
+        block = self._layers[layer]
+        keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
+        return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
+
+    def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; float32 inside, cast once."""
+        turns = self._turns_of(rows, self._kinds[layer])
+        return rotate(keys, turns.cos, turns.sin)
+
+    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """What `place_keys` has rotated to `rows` [R], before that: pre-RoPE keys [H, R, D]."""
+        turns = self._turns_of(rows, self._kinds[layer])
+        return unrotate(keys, turns.cos, turns.sin)
+
+    def add_key_drift(self, layer: int, keys: Tensor, by: Tensor, rows: Tensor) -> None:
+        """Add `by` [H, R, D] float32, before rotation, to keys [H, R, D] at positions `rows` [R], in place."""
+        turns = self._turns_of(rows, self._kinds[layer])
+        add_rotated(keys, by, turns.cos, turns.sin)
+
+    def run_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
+    ) -> Tensor:
+        """One decoder layer over the tokens at `rows`; their K/V replace those rows of `fused`. [R, hidden size]."""
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), hook, self._latent)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows)
+
+    def run_probe_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
+    ) -> Tensor:
+        """`run_layer`, whose queries and keys `watch` sees as the layer's own attention gets them."""
+        cache = _RowCache(fused, self._turns_of(rows, self._kinds[layer]), latent=self._latent)
+        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_watch=probe_hook)
+
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
+        """The decoder layer itself over `rows`; `how` is for `_attention`."""
+        turns = self._turns_of(rows, self._kinds[layer])
+        width = turns.cos.shape[1] // 2 if self._family.half_tables else turns.cos.shape[1]
+        cos, sin = turns.cos[None, :, :width], turns.sin[None, :, :width]
+        is_complex = self._family.complex_tables
+        embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
+        output = self._layers[layer](
+            hidden[None],
+            attention_mask=None,
+            position_ids=rows[None],
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=embeddings,
+            blend_window=self._windows[layer],
+            **how,
+        )
+        hidden = output[0] if isinstance(output, tuple) else output
+        return hidden[0]
+
+    def run_layer_keeping_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
+    ) -> tuple[Tensor, LayerKV]:
+        """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        hidden, keys = self._run_capturing_keys(layer, lambda: self.run_layer(layer, hidden, rows, fused))
+        return hidden, LayerKV(keys, fused.values(layer)[:, rows])
+
+    def run_packed_layer(
+        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
+    ) -> tuple[Tensor, LayerKV]:
+        """One decoder layer over chunks side by side: `hidden` [R, hidden size], of which `spans` are one chunk each.
+
+        `rows` [R] are the positions behind `prefix`, counted anew in every chunk. Each chunk sees the prefix and
+        itself. Also returns their pre-RoPE keys and values [H, R, D]. Leaves `prefix` as it is.
+        """
+        length, cache = prefix.length, _PackedCache(self._latent)
+        behind = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
+        packed = PackedSpans(behind if self.expand_kv is None else self.expand_kv(layer, behind), spans)
+        hidden, keys = self._run_capturing_keys(
+            layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
+        )
+        return hidden, LayerKV(keys, cache.values)
+
+    def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
+        """The next tokens of several prompts, one at least of each, through all layers: the logits [B, vocabulary] of
+        what follows each. Their K/V go behind the `length` rows of each prompt's `fused`; the lengths stay."""
+        places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
+        joined = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
+        rows = torch.cat([each.rows for each in places])
+        with SmallBatchMatmul():
+            hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
+            for layer in range(self.num_layers):
+                hidden = self._run(layer, hidden, rows, joined.cache, blend_joined=joined)
+            return self.logits(hidden[[each.span.stop - 1 for each in places]])
+
+    def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """What `run` returns, and the pre-RoPE keys [H, R, D] that the layer computed meanwhile."""
+        attention = self._layers[layer].self_attn
+        tapped: list[Tensor] = []
+        source = getattr(attention, self._family.key_module)
+        hook = source.register_forward_hook(lambda _m, _args, output: tapped.append(output))
+        try:
+            hidden = run()
+        finally:
+            hook.remove()
+        keys = self._family.keys_from_output(attention, tapped[0][0])  # without the batch dimension
+        return hidden, keys.transpose(0, 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [R, vocabulary] in float32."""
+        logits: Tensor = self.model.lm_head(self._decoder.norm(hidden)) / self._family.logits_scaling
+        softcap = self._family.logits_softcap
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        return logits.float()
+
+    def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
+        """The model's own forward over ids [T]: last token's logits [vocabulary] float32, rotated KV per layer."""
+        if self._adapters:
+            self._check_adapters()
+        # A cache that knows no config: transformers' own forgets what has left a layer's window.
+        output = self.model(input_ids=token_ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+        return output.logits[0, -1].float(), self._held(output.past_key_values)
+
+    def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
+        """`full_prefill`, by the same forward over the pieces between `cuts`, each over the KV of those before it."""
+        cache, logits = DynamicCache(), torch.empty(0)
+        for piece in token_ids.tensor_split(list(cuts)):
+            output = self.model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
+        return logits, self._held(cache)
+
+    def _held(self, cache: Any) -> list[LayerKV]:
+        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return layers if self._latent is None else [self._latent.to_stored(layer) for layer in layers]
+
+    @contextmanager
+    def self_check_mode(self, window: int) -> Iterator[None]:
+        """Inside, layers that see a window see that many tokens: a short prompt shows what a long one would.
+
+        And in half precision all experts take part in every token: where a rounding chooses others, it is no rounding.
+        """
+        own, windows = getattr(self.config, "sliding_window", None), self._windows
+        routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
+        routers = [] if self.dtype == torch.float32 else routers
+        chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
+        if any(windows):
+            self.config.sliding_window = window  # from which transformers makes its masks
+            self._windows = tuple(window if each is not None else None for each in windows)
+        for router in routers:
+            router.top_k = router.num_experts
+            if hasattr(router, "topk_group"):  # of groups of experts, some (DeepSeek V2 and V3)
+                router.topk_group = router.num_group
+        try:
+            yield
+        finally:
+            if any(windows):
+                self.config.sliding_window, self._windows = own, windows
+            for router, (count, groups) in zip(routers, chosen, strict=True):
+                router.top_k = count
+                if hasattr(router, "topk_group"):
+                    router.topk_group = groups
+
+    def _turns_of(self, rows: Tensor, kind: str) -> _RotaryTables:
+        """The rotation of `rows` [R], in any order, gathered once for all layers of a kind that get the same tensor."""
+        remembered = self._turns  # the loader's thread replaces it too; a lost update costs one gathering
+        for turns in remembered:
+            if turns.rows is rows and turns.kind == kind:
+                return turns
+        end = max(on_host(rows), default=0) + 1  # packed chunks count anew: the last row need not be the highest
+        cos, sin = self._rope(end, kind)
+        turns = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
+        self._turns = (turns, *remembered[: self._turns_kept - 1])
+        return turns
+
+    def _rope(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
+        """The model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
+        known = self._tables.get(kind)
+        if known is None or known[0].shape[0] < length:
+            # Doubling keeps re-computation rare while decoding moves one position at a time.
+            size = min(max(2 * length, 512), max(self.context_length, length))
+            positions = torch.arange(size, device=self.device)[None]
+            dummy = torch.empty(0, dtype=torch.float32, device=self.device)
+            which = {"layer_type": kind} if kind else {}
+            turned = self._rotary(dummy, position_ids=positions, **which)
+            cos, sin = (part[0] for part in ((turned.real, turned.imag) if self._family.complex_tables else turned))
+            if self._family.half_tables:
+                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+            known = self._tables[kind] = (cos, sin)
+        return known
+
+
+def _num_parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

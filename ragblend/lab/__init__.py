@@ -1,0 +1,1 @@
+"""Measure and look: benchmarks, quality, calibration, machine profile, storage plan, traffic, explain, the page."""

@@ -1,0 +1,217 @@
+"""Models and prompts to measure on: real shapes with random weights, prompts of chunks in ever new orders.
+
+Time to first token does not depend on what the weights and the words are, only on how many, so neither a download
+nor a tokenizer is needed: here one word is one number, and that number is its token id.
+Read `engine_for` and `make_prompts` first.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.keys import fingerprint
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.model import LoadedModel, find_device
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS, PromptConfig
+from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
+from ragblend.prompt.formats import DeclaredFormat
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
+
+# Weights are drawn once per block and repeated: drawing 8 billion numbers takes minutes and changes no timing.
+_BLOCK_VALUES = 1 << 22
+_WEIGHT_STD = 0.02
+
+
+def model_config(shape: DecoderShape) -> Any:
+    """The transformers config of `shape`. Families with a sliding window have it off, as their current releases do."""
+    from transformers import AutoConfig
+
+    extra = {"sliding_window": None} if shape.family == "mistral" else {}
+    return AutoConfig.for_model(
+        shape.family,
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tied,
+        **extra,
+    )
+
+
+@torch.no_grad()
+def random_model(
+    shape: DecoderShape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
+) -> Any:
+    """A causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
+
+    Equal arguments give equal weights. Norm weights are 1, all others normal with a standard deviation of 0.02.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device, config = find_device(str(device)), model_config(shape)
+    with torch.device("meta"):  # no memory, no initialisation
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    # The rotary tables are buffers, not weights: `to_empty` leaves them without a value.
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            _fill_normal(parameter.view(-1), generator)
+    return model.eval()
+
+
+def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
+    """Fill `flat` [N] with random values: drawn for the first block, repeated from there."""
+    flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
+    for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
+        count = min(_BLOCK_VALUES, len(flat) - start)
+        flat[start : start + count] = flat[:count]
+
+
+def number_tokenizer(vocab_size: int) -> Any:
+    """A transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id.
+
+    Any other word is token 0.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(index): index for index in range(vocab_size)}, unk_token="0"))  # noqa: S106 (a token of text)
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def synthetic_segmenter(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Segmenter:
+    """A Segmenter for prompts of numbers that all start with the same `prefix_tokens` tokens."""
+    prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
+    return Segmenter(number_tokenizer(vocab_size), DeclaredFormat(prefix=prefix))
+
+
+def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    """Write `random_model` of the shape `name` and its tokenizer to `path`, for engines that load models themselves.
+
+    It has no end token: answers are as long as they are asked to be.
+    """
+    shape = find_shape(name)
+    model = random_model(shape, dtype, seed)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.bos_token_id = None
+    model.save_pretrained(path)
+    number_tokenizer(shape.vocab_size).save_pretrained(path)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts over the same chunks: every prompt has them, or some, in an order of its own, and its own question."""
+
+    chunks: tuple[Chunk, ...]
+    prompts: tuple[SegmentedPrompt, ...]
+
+
+def make_config_prompts(
+    config: PromptConfig, vocab_size: int, num_prompts: int = 1, pool: int | None = None
+) -> PromptSet:
+    """What `config` asks: `num_prompts` prompts, of all chunks in ever new orders, or of some of a `pool`."""
+    sizes = config.num_chunks, config.chunk_tokens, config.question_tokens
+    return draw_prompts(pool or config.num_chunks, *sizes, num_prompts, vocab_size, config.seed)
+
+
+def make_prompts(
+    num_chunks: int, chunk_tokens: int, question_tokens: int, num_prompts: int, vocab_size: int, seed: int = 0
+) -> PromptSet:
+    """`num_prompts` prompts of `num_chunks` chunks of `chunk_tokens` tokens, each in a shuffled order."""
+    return draw_prompts(num_chunks, num_chunks, chunk_tokens, question_tokens, num_prompts, vocab_size, seed)
+
+
+def draw_prompts(
+    pool: int,
+    num_chunks: int,
+    chunk_tokens: int,
+    question_tokens: int,
+    num_prompts: int,
+    vocab_size: int,
+    seed: int = 0,
+) -> PromptSet:
+    """`make_prompts` with `num_chunks` of `pool` chunks in each prompt, drawn at random."""
+    draw = random.Random(seed)
+    chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(pool)]
+    prompts = []
+    for _ in range(num_prompts):
+        order = draw.sample(chunks, num_chunks)
+        prompts.append(SegmentedPrompt(order, _words(draw, question_tokens, vocab_size)))
+    return PromptSet(tuple(chunks), tuple(prompts))
+
+
+def _words(draw: random.Random, count: int, vocab_size: int) -> str:
+    return " ".join(str(draw.randrange(vocab_size)) for _ in range(count))
+
+
+def engine_for(
+    name: str, store: KVStore, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
+) -> TransformersEngine:
+    """A blend engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
+
+    The fingerprint is made from shape, seed and dtype, so a disk store can be used again.
+    """
+    shape = find_shape(name)
+    facts = {**asdict(shape), "seed": seed, "block_values": _BLOCK_VALUES}
+    mark = fingerprint(f"random weights {name}", facts, dtype_name(dtype))
+    return _engine(random_model(shape, dtype, seed, device), store, name, mark)
+
+
+def engine_for_model(loaded: LoadedModel, store: KVStore) -> TransformersEngine:
+    """A blend engine over a checkpoint, for prompts of `make_prompts`: its weights, our numbers for words."""
+    return _engine(loaded.model, store, loaded.name, loaded.fingerprint)
+
+
+def _engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
+    layers = TransformersLayers(model)
+    segmenter = synthetic_segmenter(layers.config.vocab_size)
+    # "inline": nothing is computed in the background while something is timed.
+    return TransformersEngine(layers, segmenter, store, name=name, fingerprint=mark, on_miss="inline")
+
+
+@contextmanager
+def open_directory(store: Path | None) -> Iterator[Path]:
+    """The directory that was named, or a temporary one."""
+    if store is not None:
+        yield store
+        return
+    with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
+        yield Path(directory)
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads meanwhile; None leaves it alone."""
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces it with one that does nothing
+    set_threads(count or before)
+    try:
+        yield
+    finally:
+        set_threads(before)

@@ -1,0 +1,230 @@
+"""Does ingestion keep the model busy? Chunks per second into a store on disk, beside the model's own prefill of them.
+
+Both take turns on the same chunks: stock prefill keeps nothing; ingestion finds out what is missing, packs, prefills,
+and writes files that survive a crash. With `contexts`, it also makes the versions that a store of each keeps. Then
+documents of thousands of chunks are ingested twice by a tiny model: the second run prefills nothing, and what it takes
+is what knowing costs. Read `run_ingest` first.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ragblend.engine.store.open import open_store
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import RagblendError
+from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
+from ragblend.lab.bench.common.shapes import find_dtype, find_shape
+from ragblend.lab.bench.common.workloads import draw_prompts, engine_for, open_directory, torch_threads
+from ragblend.options import ContextPolicy
+from ragblend.precompute import IngestReport, ingest, precompute_chunks
+from ragblend.prompt.prompt import Chunk
+
+KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
+
+
+@dataclass(frozen=True, slots=True)
+class IngestRun:
+    """One way to get through the chunks, median round: "prefill" is the model alone, "ingest" all the way to disk."""
+
+    mode: str
+    chunks: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRun:
+    """A run of `ragblend ingest` over documents. The second one has everything already."""
+
+    run: str  # first, second
+    chunks: int
+    seconds: float
+    num_new_kv: int
+    num_known_kv: int
+    num_prefilled_tokens: int  # rows that the model's first layer ran for chunks
+
+
+@dataclass(frozen=True, slots=True)
+class IngestResult(BenchResult):
+    """What `bench ingest` found."""
+
+    stored_bytes_per_token: int
+    runs: tuple[IngestRun, ...]
+    ingest_over_prefill: float  # tokens per second of ingestion over those of prefill alone, median of the rounds
+    context_over_none: dict[str, float]  # seconds of ingestion in a context over those in none, median of the rounds
+    known: tuple[KnownRun, ...]
+
+
+def run_ingest(config: IngestConfig, progress: Callable[[str], None] | None = None) -> IngestResult:
+    """Measure `config`. `progress` is told what is being done."""
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads), open_directory(None) as directory:
+        notify(f"building {config.shape}")
+        store = open_store(directory / "kv", memory_gib=0)
+        with engine_for(config.shape, store, find_dtype(config.dtype), config.seed) as engine:
+            rounds = time_prefill_and_ingest(engine, config, notify)
+            bytes_per_token = engine.bytes_per_token
+        known = run_known(config, directory / "known", notify) if config.num_known else ()
+        tokens = config.num_chunks * config.chunk_tokens
+        medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
+        runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
+        ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
+        over_none: dict[str, float] = {
+            policy: statistics.median(times[_mode(policy)] / times["ingest"] for times in rounds)
+            for policy in config.contexts
+            if policy != "none"
+        }
+        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none, known)
+
+
+def time_prefill_and_ingest(
+    engine: TransformersEngine, config: IngestConfig, notify: Callable[[str], None]
+) -> list[dict[str, float]]:
+    """Seconds of prefill and of ingestion, in turns over the same chunks, after a few that do not count."""
+    vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
+    drawn = draw_prompts(count + 3, 1, config.chunk_tokens, 1, 1, vocabulary, config.seed).chunks
+    warm_up, chunks = drawn[count:], drawn[:count]
+    policies = tuple(dict.fromkeys(("none", *config.contexts)))
+    prefill_only(engine, warm_up[:1])
+    for policy in policies:
+        precompute_chunks(_versions(warm_up, policy), engine)
+    rounds = []
+    for number in range(1, config.repeats + 1):
+        notify(f"round {number} of {config.repeats}: {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+        times = {"prefill": _measure_seconds(lambda: prefill_only(engine, chunks))}
+        for policy in policies:
+            made = _versions(chunks, policy)
+            times[_mode(policy)] = _measure_seconds(lambda made=made: _ingest_new(engine, made))  # type: ignore[misc]
+            for chunk in made:
+                engine.forget(chunk)
+        rounds.append(times)
+    return rounds
+
+
+def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
+    """What a store of this policy keeps of the chunks. Those before a chunk, around the corner, pass for similar ones:
+    an index would find them by vectors that it has."""
+    if policy == "none":
+        return [replace(chunk, context=policy) for chunk in chunks]
+    num_behind = min(NUM_SIMILAR, len(chunks) - 1)
+    behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
+    second = [replace(chunk, context=policy, context_texts=texts) for chunk, texts in zip(chunks, behind, strict=True)]
+    return [*_versions(chunks, "none"), *second]
+
+
+def _mode(policy: ContextPolicy) -> str:
+    return "ingest" if policy == "none" else f"ingest {policy}"
+
+
+@torch.inference_mode()
+def prefill_only(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
+    """The stock model's forward over each chunk behind the prefix; nothing is kept."""
+    device = engine.layers.device
+    for chunk in chunks:
+        ids = engine.default_prefix_ids + engine.segmenter.chunk_ids(chunk)
+        engine.layers.full_prefill(torch.tensor(ids, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
+    report = precompute_chunks(chunks, engine)
+    if report.num_new_kv != len(chunks):
+        raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
+
+
+def run_known(config: IngestConfig, directory: Path, notify: Callable[[str], None]) -> tuple[KnownRun, ...]:
+    """Ingest documents of at least `num_known` chunks twice, the second time with everything opened anew."""
+    notify(f"writing documents of {config.num_known} chunks")
+    write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size, config.seed)
+    runs = []
+    for name in ("first", "second"):
+        notify(f"ingesting them, {name} run")
+        store = open_store(directory / "kv", memory_gib=0)
+        with engine_for(KNOWN_SHAPE, store, seed=config.seed) as engine:
+            num_prefilled_tokens = _count_rows(engine)
+            reports: list[IngestReport] = []
+
+            def once(engine: TransformersEngine = engine, reports: list[IngestReport] = reports) -> None:
+                place = directory / "docs", engine, directory / "index"
+                reports.append(ingest(*place, chunk_size=KNOWN_CHUNK_TOKENS, embedder="hashing"))
+
+            seconds = _measure_seconds(once)
+        (report,) = reports
+        found = KnownRun(
+            name, report.num_chunks, seconds, report.num_new_kv, report.num_known_kv, num_prefilled_tokens()
+        )
+        runs.append(found)
+    return tuple(runs)
+
+
+def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
+    """Counts, from now on, the rows that run through the model's first layer, the prefix left out."""
+    rows = 0
+
+    def note(_module: Any, args: tuple[Any, ...], _output: Any) -> None:
+        nonlocal rows
+        rows += args[0].shape[1]
+
+    engine.layers.model.model.layers[0].register_forward_hook(note)
+    return lambda: max(0, rows - PREFIX_TOKENS)
+
+
+def write_documents(directory: Path, num_chunks: int, vocabulary: int, seed: int = 0) -> None:
+    """Text files of CHUNKS_PER_DOCUMENT paragraphs each, every paragraph one chunk of numbers."""
+    directory.mkdir(parents=True)
+    draw = random.Random(seed)
+    for start in range(0, num_chunks, CHUNKS_PER_DOCUMENT):
+        count = min(CHUNKS_PER_DOCUMENT, num_chunks - start)
+        paragraphs = [
+            " ".join(str(draw.randrange(vocabulary)) for _ in range(KNOWN_CHUNK_TOKENS)) for _ in range(count)
+        ]
+        (directory / f"{start:08d}.txt").write_text("\n\n".join(paragraphs) + "\n")
+
+
+COLUMNS = (
+    Column("mode", "<16", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
+    Column("seconds", ">9.2f", "seconds"), Column("tokens/s", ">10.1f", "tokens_per_s"),
+)  # fmt: skip
+
+
+def table_lines(result: IngestResult) -> list[str]:
+    """The runs for people."""
+    config = result.config
+    lines = [
+        f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "
+        f"medians of {config.repeats}",
+        *format_table(COLUMNS, result.runs),
+    ]
+    lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
+    lines += [f"{policy} over none: {over:.2f} times as long" for policy, over in result.context_over_none.items()]
+    lines += [
+        f"{run.run} run over {run.chunks} chunks of {KNOWN_CHUNK_TOKENS} tokens ({KNOWN_SHAPE}): {run.seconds:.1f} s, "
+        f"{run.num_new_kv} new, {run.num_known_kv} known, {run.num_prefilled_tokens} tokens prefilled"
+        for run in result.known
+    ]
+    return lines
+
+
+def bench_ingest(config: IngestConfig, *, plot: None = None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench ingest`: card and table to `echo`; returns the JSON object. There is nothing to draw."""
+    return run_benchmark(config, run_ingest, table_lines, echo, plot)
+
+
+def _measure_seconds(work: Callable[[], None]) -> float:
+    start_s = perf_counter()
+    work()
+    return perf_counter() - start_s

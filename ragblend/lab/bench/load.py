@@ -1,0 +1,419 @@
+"""Does loading hide behind recompute? TTFT of blending from disk beside blending from memory (CacheBlend, section 5).
+
+The store holds ten times what the memory tier may, the page cache is dropped before every read, and every prompt
+has chunks that the one before it pushed out of memory. A throttled reader makes the disk as slow as wanted: on both
+sides of the line where T_load = T_recompute by the loading controller's own figures. Without the pipeline a request
+reads everything before it computes anything. Read `run_load` first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ragblend.engine.fusion.loader import Timeline
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.report import BlendReport
+from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
+from ragblend.engine.store.open import GIB
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hidden_ratio
+from ragblend.engine.tuning.machine import drop_page_cache
+from ragblend.errors import RagblendError
+from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
+from ragblend.lab.bench.common.plots import plot_load
+from ragblend.lab.bench.common.shapes import find_dtype, find_shape
+from ragblend.lab.bench.common.workloads import (
+    PromptSet,
+    engine_for,
+    make_config_prompts,
+    open_directory,
+    torch_threads,
+)
+from ragblend.lab.profile import ProfileConfig, measure_machine
+from ragblend.prompt.prompt import SegmentedPrompt
+
+if TYPE_CHECKING:
+    from ragblend.engine.vllm.engine import VllmEngine
+    from ragblend.engine.vllm.worker import BlendWorker
+
+TARGET = 1.15
+"""Blending from a disk that loads within T_recompute may take so many times what it takes from memory."""
+
+
+class LoadCase(NamedTuple):
+    """Where the KV comes from and how. `bytes_per_s`: of the throttled reader, None for the disk as it is."""
+
+    source: str  # memory, disk, throttled
+    pipeline: bool
+    ratio: float
+    load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's figures
+    expected_s: float  # by the controller: the pipeline's, or the sum of both
+    bytes_per_s: float | None = None
+
+
+class LoadSample(NamedTuple):
+    """One timed request."""
+
+    report: BlendReport
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """One case's result. Durations in seconds, medians unless they say otherwise."""
+
+    mode: str
+    rule: str
+    source: str
+    pipeline: bool
+    ratio: float
+    charged_budget: float
+    load_over_recompute: float
+    bytes_per_s: float | None
+    ttft_s: float
+    ttft_min_s: float
+    ttft_max_s: float
+    lookup_s: float  # without the pipeline, reading is part of it
+    load_s: float  # reading and placing, overlapped with fusing in the pipeline
+    stall_s: float
+    fuse_s: float
+    over_memory: float  # its TTFT over that of blending from memory
+    expected_s: float  # by the controller: the pipeline's, or the sum
+    within_target: bool | None  # None where loading takes longer than recompute, or without the pipeline
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult(BenchResult):
+    """What `bench load` found."""
+
+    store_bytes: int
+    memory_bytes: int
+    page_cache_dropped: bool
+    load_bytes: int  # of one prompt
+    controller: dict[str, Any]  # what it measured; recompute_s is T_recompute
+    target: float
+    runs: tuple[LoadRun, ...]
+    timelines: tuple[dict[str, Any], ...]
+
+
+def run_load(config: LoadConfig, progress: Callable[[str], None] | None = None) -> LoadResult:
+    """Measure every case of `config` on the same prompts, in turns. `progress` is told what is being done."""
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads), open_directory(config.store) as directory:
+        notify(f"building {config.shape}")
+        disk = DiskStore(directory)
+        with _subject(config, disk) as subject:
+            return _run(config, subject, disk, notify)
+
+
+def _run(
+    config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, notify: Callable[[str], None]
+) -> LoadResult:
+    engine = subject.engine
+    profile = measure_machine(engine, _effort(config), directory=disk.root, notify=notify)
+    work = _prompts(config, subject.vocab_size)
+    notify(f"precomputing {len(work.chunks)} chunks of {config.chunk_tokens} tokens")
+    for _ in engine.precompute_all(work.chunks):
+        pass
+    memory_bytes = config.num_chunks * config.chunk_tokens * engine.bytes_per_token
+    bench = _Bench(subject, disk, memory_bytes, config.rule)
+    cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
+    samples: dict[LoadCase, list[LoadSample]] = {case: [] for case in cases}
+    bench.sample(work.prompts[-1], cases[0])  # warm-up
+    for number, prompt in enumerate(work.prompts[: config.repeats]):
+        notify(f"round {number + 1} of {config.repeats}")
+        for case in cases:
+            samples[case].append(bench.sample(prompt, case))
+    return LoadResult(
+        config,
+        config.shape,
+        subject.hardware,
+        disk.nbytes(),
+        memory_bytes,
+        bench.page_cache_dropped,
+        memory_bytes,
+        {
+            "prefill_s": profile.prefill_s,
+            "shares": profile.shares,
+            "bytes_per_s": profile.bytes_per_s,
+            "recompute_s": profile.recompute_s(config.ratio, config.prompt_tokens),
+        },
+        TARGET,
+        summarize(samples),
+        tuple(timeline_facts(case, taken) for case, taken in samples.items()),
+    )
+
+
+def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
+    """Memory, disk, and throttled readers, each with and without the pipeline; where loading takes longer than
+    recompute also at the ratio that the controller chooses then."""
+    least_s = profile.recompute_s(config.ratio, num_tokens)
+    asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
+
+    def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.ratio) -> LoadCase:
+        reads = speed or profile.bytes_per_s["disk"]
+        load_s = 0.0 if source == "memory" else load_bytes / reads
+        compute_s = profile.recompute_s(ratio, num_tokens)
+        expected_s = profile.blend_s(load_s, compute_s, asks_first) if pipeline else load_s + compute_s
+        return LoadCase(source, pipeline, ratio, load_s / least_s, expected_s, speed)
+
+    # Memory right behind the disk, which leaves its chunks there.
+    cases = [case("disk", True), case("memory", True), case("disk", False)]
+    for slowdown in config.slowdowns:
+        load_s = slowdown * least_s
+        speed = load_bytes / load_s
+        cases += [case("throttled", True, speed), case("throttled", False, speed)]
+        hidden = largest_hidden_ratio(
+            config.ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
+        )
+        if hidden > config.ratio:
+            cases.append(case("throttled", True, speed, hidden))
+    return tuple(cases)
+
+
+class StoreSwitchableEngine(NamedTuple):
+    """An engine to measure. Between requests `read_from` exchanges the store that its KV comes from, and `times` may
+    be given another list of timelines."""
+
+    engine: TransformersEngine | VllmEngine
+    vocab_size: int
+    hardware: dict[str, Any]
+    read_from: Callable[[KVStore], None]
+    times: TransformersEngine | BlendWorker
+
+
+@contextmanager
+def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEngine]:
+    if config.backend == "vllm":
+        from ragblend.engine.vllm.worker import worker_of_this_process
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
+
+        shape = find_shape(config.shape)
+        token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
+        memory_gib = 2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB  # profiled from memory
+        # More than one prompt, because vLLM keeps a block for itself.
+        with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=disk.root) as (served, vocab_size):
+            worker = worker_of_this_process()
+            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), worker.read_from, worker)
+        return
+    with engine_for(config.shape, disk, find_dtype(config.dtype), config.seed) as engine:
+
+        def read_from(store: KVStore) -> None:
+            engine.store = store
+
+        yield StoreSwitchableEngine(engine, engine.layers.config.vocab_size, hardware_card(), read_from, engine)
+
+
+class _Bench:
+    """Times one request at a time, from the tiers that a case asks for."""
+
+    def __init__(self, subject: StoreSwitchableEngine, disk: DiskStore, memory_bytes: int, rule: str) -> None:
+        self._subject, self._disk, self._rule = subject, disk, rule
+        self.memory_bytes = memory_bytes
+        self._tiers = TieredStore(MemoryStore(memory_bytes), disk)
+        self.page_cache_dropped = True
+
+    def sample(self, prompt: SegmentedPrompt, case: LoadCase) -> LoadSample:
+        """One request of one token. Raises RagblendError where the KV did not come from where it should."""
+        self._subject.read_from(self._store(case))
+        if case.source != "memory":
+            self.page_cache_dropped &= drop_page_cache(self._disk.root.rglob("*.safetensors"))
+        before = self._disk.counters.num_hits
+        timelines: list[Timeline] = []
+        self._subject.times.timelines = timelines
+        report = self._subject.engine.generate(
+            prompt, mode="blend", rule=self._rule, recompute_ratio=case.ratio, max_tokens=1
+        ).report
+        num_read = self._disk.counters.num_hits - before
+        expected = 0 if case.source == "memory" else report.num_chunks
+        if num_read != expected or report.num_chunk_hits != report.num_chunks:
+            raise RagblendError(f"{num_read} of {report.num_chunks} chunks came from the disk, expected {expected}")
+        return LoadSample(report, timelines[0])
+
+    def _store(self, case: LoadCase) -> KVStore:
+        if case.source in ("disk", "memory") and case.pipeline:
+            return self._tiers  # what the prompt before left in memory are other chunks
+        tier: KVStore = self._disk
+        if case.bytes_per_s is not None:
+            tier = ThrottledStore(tier, case.bytes_per_s)
+        if not case.pipeline:
+            tier = UnpipelinedStore(tier)
+        return TieredStore(MemoryStore(self.memory_bytes), tier)
+
+
+class _StoreWrapper:
+    """A KVStore that passes everything on to another one; subclasses change what `get` returns."""
+
+    def __init__(self, tier: KVStore) -> None:
+        self._tier = tier
+
+    @property
+    def counters(self) -> StoreCounters:
+        return self._tier.counters
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        return self._tier.get(key, token_ids)
+
+    def put(self, kv: ChunkKV) -> None:
+        self._tier.put(kv)
+
+    def contains(self, key: str) -> bool:
+        return self._tier.contains(key)
+
+    def delete(self, key: str) -> bool:
+        return self._tier.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        return self._tier.keys()
+
+    def nbytes(self) -> int:
+        return self._tier.nbytes()
+
+
+class ThrottledStore(_StoreWrapper):
+    """A tier that reads `bytes_per_s` and no faster, one layer after the other, as one slow device would."""
+
+    def __init__(self, tier: KVStore, bytes_per_s: float) -> None:
+        super().__init__(tier)
+        self._bytes_per_s = bytes_per_s
+        self._busy_until_s = 0.0
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+        """The entry, whose layers arrive at the tier's pace."""
+        kv = super().get(key, token_ids)
+        return None if kv is None else _ThrottledKV(kv, self._throttle)
+
+    def _throttle(self, read: Callable[[], StoredLayer]) -> StoredLayer:
+        start_s = max(perf_counter(), self._busy_until_s)
+        layer = read()
+        self._busy_until_s = start_s + layer.nbytes / self._bytes_per_s
+        time.sleep(max(0.0, self._busy_until_s - perf_counter()))
+        return layer
+
+
+class _ThrottledKV:
+    """A chunk of a ThrottledStore."""
+
+    def __init__(self, kv: ChunkKV, at_pace: Callable[[Callable[[], StoredLayer]], StoredLayer]) -> None:
+        self._kv, self._at_pace = kv, at_pace
+
+    @property
+    def header(self) -> KVHeader:
+        return self._kv.header
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    def layer(self, index: int) -> LayerKV:
+        return dequantized(self.stored_layer(index))
+
+    def stored_layer(self, index: int) -> StoredLayer:
+        return self._at_pace(lambda: self._kv.stored_layer(index))
+
+
+class UnpipelinedStore(_StoreWrapper):
+    """A tier without the pipeline: `get` reads the whole entry before it returns."""
+
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
+        """The entry, in memory."""
+        kv = super().get(key, token_ids)
+        return None if kv is None else load_into_memory(kv)
+
+
+_MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s")
+
+
+def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
+    """Medians of every case, beside those of blending from memory and what the controller expects."""
+    found = {case: medians([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
+    memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
+    runs = []
+    for case, taken in samples.items():
+        over_memory = found[case]["ttft_s"] / memory_s
+        is_hidden = case.pipeline and case.source != "memory" and case.load_over_recompute <= 1
+        runs.append(
+            LoadRun(
+                mode="blend",
+                rule=taken[0].report.rule,
+                **case._asdict(),
+                **found[case],
+                ttft_min_s=min(sample.report.ttft_s for sample in taken),
+                ttft_max_s=max(sample.report.ttft_s for sample in taken),
+                over_memory=over_memory,
+                within_target=over_memory <= TARGET if is_hidden else None,
+                num_samples=len(taken),
+            )
+        )
+    return tuple(runs)
+
+
+def timeline_facts(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
+    """The layers of the sample with the median TTFT: [start, end] of each, in seconds from the first of them."""
+    ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
+    load, fuse = ordered[len(ordered) // 2].timeline
+    zero_s = min(event.start_s for event in (*load, *fuse))
+    spans = {
+        name: [[event.start_s - zero_s, event.end_s - zero_s] for event in sorted(events)]
+        for name, events in (("load", load), ("fuse", fuse))
+    }
+    facts = case._asdict()
+    return {**{name: facts[name] for name in ("source", "pipeline", "ratio", "load_over_recompute")}, **spans}
+
+
+COLUMNS = (
+    Column("KV from", "<10", "source"),
+    Column("MB/s", ">7.1f", lambda run: run.bytes_per_s and run.bytes_per_s / 1e6),
+    Column("pipeline", ">9", lambda run: "on" if run.pipeline else "off"),
+    Column("ratio", ">7.2f", "ratio"), Column("load/rec", ">9.2f", "load_over_recompute"),
+    Column("TTFT s", ">8.3f", "ttft_s"), Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"),
+    Column("stall s", ">8.3f", "stall_s"), Column("expected", ">9.3f", "expected_s"),
+    Column("/ memory", ">9.2fx", "over_memory"),
+    Column(f"<= {TARGET}", ">8", lambda run: {None: "", True: "yes", False: "NO"}[run.within_target]),
+)  # fmt: skip
+
+
+def table_lines(result: LoadResult) -> list[str]:
+    """The runs for people: one line each, under two that say what was run and what the controller measured."""
+    config, disk = result.config, result.controller["bytes_per_s"]["disk"]
+    cache = "page cache dropped" if result.page_cache_dropped else "PAGE CACHE NOT DROPPED"
+    return [
+        f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens of a store "
+        f"{result.store_bytes / result.memory_bytes:.1f} times the memory budget, {cache}; medians of {config.repeats}",
+        f"by the controller: T_recompute {result.controller['recompute_s']:.3g} s, T_load from this disk "
+        f"{result.load_bytes / disk:.3g} s at {disk / 1e6:.0f} MB/s",
+        *format_table(COLUMNS, result.runs),
+    ]
+
+
+def bench_load(config: LoadConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench load`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return run_benchmark(config, run_load, table_lines, echo, plot, plot_load)
+
+
+def _effort(config: LoadConfig) -> ProfileConfig:
+    """What the controller needs for these prompts: their own length, and ratios from none to well above `ratio`."""
+    ratios = (0.0, config.ratio, min(1.0, max(0.5, 2 * config.ratio)))
+    return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
+
+
+def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
+    """Prompts without a chunk in common, as many as the store has room for."""
+    num_prompts = max(config.store_factor, config.repeats + 1)
+    sets = [
+        make_config_prompts(replace(config, seed=config.seed + number), vocab_size) for number in range(num_prompts)
+    ]
+    chunks = tuple(chunk for each in sets for chunk in each.chunks)
+    return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

@@ -1,0 +1,369 @@
+"""Requests per second at equal time to first token, under Poisson arrivals (CacheBlend, figure 14).
+
+Every mode gets the same prompts at the same moments: one sequence of arrivals with mean gap 1, drawn once and scaled to
+each rate. Nobody waits for answers before sending, so a mode that is too slow for a rate builds up a queue, and TTFT,
+counted from the moment of arrival, shows it. vLLM runs in this process; prompts are token ids before the clock starts.
+Read `run_throughput` first.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
+from ragblend.errors import RagblendError
+from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, run_benchmark
+from ragblend.lab.bench.common.plots import plot_throughput
+from ragblend.lab.bench.common.workloads import make_config_prompts, torch_threads
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+from ragblend.options import Mode
+from ragblend.prompt.prompt import SegmentedPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from typing import Protocol
+
+    class StreamingEngine(Protocol):
+        """What answers requests: an engine, or a test's."""
+
+        def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
+
+
+BOUND_FACTOR = 2.0  # of full prefill's TTFT on an idle engine: the default bound
+LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
+"""Default rates, in requests per full prefill: full prefill cannot follow beyond 1."""
+
+_STOP_FACTOR = 2.0  # a mode whose mean TTFT is beyond so many bounds is not driven any further
+_IDLE_SAMPLES = 3
+_HEAD_START_S = 0.05  # for the senders to be ready
+
+
+class TimedAnswer(NamedTuple):
+    """One request: when it arrived, and the seconds from then to its first and to its last token."""
+
+    arrival_s: float
+    ttft_s: float
+    total_s: float
+    report: BlendReport | None = None
+    num_cached_tokens: int = 0  # of the prompt; vLLM did not have to compute them
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRun:
+    """One mode at one rate. TTFT in seconds from arrival to first token; `ttft_s` is the median."""
+
+    mode: Mode
+    rule: str
+    ratio: float
+    rate: float  # requests per second that arrive
+    num_requests: int
+    ttft_mean_s: float
+    ttft_s: float
+    ttft_p95_s: float
+    ttft_max_s: float
+    served_rate: float  # requests per second until the last one's end
+    num_cached_tokens: float  # mean per request
+
+
+@dataclass(frozen=True, slots=True)
+class ServingCapacity:
+    """What a mode can serve with a mean TTFT within the bound. Rates in requests per second.
+
+    A burst of requests is over before its queue has grown long, so arrivals within the bound may be more than a mode
+    can keep up with. Modes are compared by what they have served.
+    """
+
+    mode: Mode
+    rule: str
+    idle_ttft_s: float  # median, one request at a time
+    max_rate: float | None  # the highest rate of arrivals within the bound, all lower ones within, too; None: none is
+    rate_at_bound: float | None  # served between there and the next, where the line through their means meets the bound
+    at_least: bool  # the bound was not reached: both are only what was measured
+    blend_gain: float | None  # the first blend's rate at the bound over this one's; at least that, if blend's is
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputResult(BenchResult):
+    """What `bench throughput` found."""
+
+    bound_s: float
+    runs: tuple[ThroughputRun, ...]
+    capacities: tuple[ServingCapacity, ...]
+
+
+def run_throughput(config: ThroughputConfig, progress: Callable[[str], None] | None = None) -> ThroughputResult:
+    """Measure every mode of `config` at every rate on the same prompts. `progress` is told what is being done."""
+    notify = progress or (lambda line: None)
+    cases = expand_cases(config.modes, config.rules)
+    # All prompts of a rate and all chunks: what is in vLLM's prefix cache is not pushed out of it.
+    num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
+    longest = config.prompt_tokens + config.output_tokens
+    with torch_threads(config.threads):
+        notify(f"building {config.shape or config.model}")
+        with open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as (
+            engine,
+            vocab_size,
+        ):
+            work = make_config_prompts(config, vocab_size, config.num_requests, config.pool)
+            notify(f"precomputing {config.pool} chunks of {config.chunk_tokens} tokens")
+            for chunk in work.chunks:
+                engine.precompute(chunk)
+
+            def requests_of(case: ModeAndRule, prompts: Sequence[SegmentedPrompt]) -> list[VllmRequest]:
+                options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
+                options |= {"rule": case.rule} if case.mode == "blend" else {}
+                return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
+
+            def answer(
+                case: ModeAndRule, prompts: Sequence[SegmentedPrompt], arrivals_s: Sequence[float]
+            ) -> list[TimedAnswer]:
+                if case.mode == "prefix":
+                    warm_prefix_cache(engine, prompts)
+                return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
+
+            notify("measuring one request at a time")
+            idle_s = measure_idle_ttfts(cases, work.prompts, answer)
+            bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
+            rates = config.rates or tuple(_rounded(load / idle_s[_FULL]) for load in LOADS)
+            gaps = arrival_times(1.0, config.num_requests, config.seed)
+
+            def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
+                return answer(case, work.prompts, [moment / rate for moment in gaps])
+
+            runs = sweep(cases, rates, bound_s, config.ratio, measure, notify)
+            found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
+            return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
+
+
+_FULL = ModeAndRule("full", "none")  # measured idle in any case: bound and rates come from it
+
+
+def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
+    """Moments, in seconds, at which `count` requests of a Poisson process with `rate` per second arrive; ascending.
+
+    Equal seeds give the same moments at every rate, but for the scale.
+    """
+    draw, now, moments = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += draw.expovariate(1.0)
+        moments.append(now / rate)
+    return moments
+
+
+def replay_requests(
+    engine: StreamingEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
+) -> list[TimedAnswer]:
+    """Send each request at its moment, whatever the others do, and time its tokens from that moment on."""
+    start_s = time.perf_counter() + _HEAD_START_S
+
+    def send(request: VllmRequest, arrival_s: float) -> TimedAnswer:
+        due_s = start_s + arrival_s
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        first_s, report, num_cached = None, None, 0
+        with closing(engine.deltas(request)) as deltas:
+            for delta in deltas:
+                if delta.token_ids and first_s is None:
+                    first_s = time.perf_counter() - due_s
+                report = delta.report or report
+                num_cached = max(num_cached, delta.num_cached_tokens)
+        if first_s is None:
+            raise RagblendError("vLLM answered a request without a token")
+        return TimedAnswer(arrival_s, first_s, time.perf_counter() - due_s, report, num_cached)
+
+    with ThreadPoolExecutor(len(requests), thread_name_prefix="ragblend-bench") as pool:
+        return list(pool.map(send, requests, arrivals_s))
+
+
+def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
+    """The answers, once it is sure that each was made the way `case` says."""
+    for answer in answers:
+        report = answer.report
+        if report is None:
+            raise RagblendError("vLLM sent no report: the ragblend connector is not at work")
+        if report.refused_reason or report.mode != case.mode:
+            raise RagblendError(f"a request of mode {case.mode} was served by prefill: {report.refused_reason}")
+        if case.mode in ("blend", "reuse") and report.num_chunk_hits != report.num_chunks:
+            raise RagblendError(f"{report.num_chunks - report.num_chunk_hits} chunks were not in the store")
+    return answers
+
+
+def measure_idle_ttfts(
+    cases: Sequence[ModeAndRule],
+    prompts: Sequence[SegmentedPrompt],
+    answer: Callable[[ModeAndRule, Sequence[SegmentedPrompt], Sequence[float]], list[TimedAnswer]],
+) -> dict[ModeAndRule, float]:
+    """Median TTFT of every case and of full prefill, one request at a time, in turns, the first turn for warming up."""
+    wanted = tuple(dict.fromkeys([*cases, _FULL]))
+    samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
+    for turn in range(_IDLE_SAMPLES + 1):
+        for case in wanted:
+            (answered,) = answer(case, [prompts[turn % len(prompts)]], [0.0])
+            if turn:
+                samples[case].append(answered.ttft_s)
+    return {case: statistics.median(taken) for case, taken in samples.items()}
+
+
+def sweep(
+    cases: Sequence[ModeAndRule],
+    rates: Sequence[float],
+    bound_s: float,
+    ratio: float,
+    measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
+    notify: Callable[[str], None] = lambda line: None,
+) -> tuple[ThroughputRun, ...]:
+    """Rates from low to high, the cases in turns at each; a case far beyond the bound takes no part any more."""
+    runs: list[ThroughputRun] = []
+    running = list(cases)
+    for rate in sorted(set(rates)):
+        for case in list(running):
+            notify(f"{case.mode} at {rate:g} requests per second")
+            run = summarize_point(case, ratio, rate, measure(case, rate))
+            runs.append(run)
+            if run.ttft_mean_s > _STOP_FACTOR * bound_s:
+                running.remove(case)
+    return tuple(runs)
+
+
+def summarize_point(case: ModeAndRule, ratio: float, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
+    """One mode's answers at one rate, in numbers."""
+    times_s = [answer.ttft_s for answer in answers]
+    return ThroughputRun(
+        mode=case.mode,
+        rule=case.rule,
+        ratio={"full": 1.0, "blend": ratio}.get(case.mode, 0.0),
+        rate=rate,
+        num_requests=len(answers),
+        ttft_mean_s=statistics.fmean(times_s),
+        ttft_s=statistics.median(times_s),
+        ttft_p95_s=float(np.percentile(times_s, 95)),
+        ttft_max_s=max(times_s),
+        served_rate=len(answers) / max(answer.arrival_s + answer.total_s for answer in answers),
+        num_cached_tokens=statistics.fmean(answer.num_cached_tokens for answer in answers),
+    )
+
+
+def capacities(
+    runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
+) -> tuple[ServingCapacity, ...]:
+    """Every case's highest rate within the bound, and how many times as much the first blend serves."""
+    rates = {
+        case: highest_rate(
+            [
+                RatePoint(run.rate, run.served_rate, run.ttft_mean_s)
+                for run in runs
+                if ModeAndRule(run.mode, run.rule) == case
+            ],
+            bound_s,
+        )
+        for case in idle_s
+    }
+    blend = next((rates[case].at_bound for case in idle_s if case.mode == "blend"), None)
+    return tuple(
+        ServingCapacity(
+            case.mode,
+            case.rule,
+            idle_s[case],
+            found.measured,
+            found.at_bound,
+            found.at_least,
+            blend / found.at_bound
+            if blend and found.at_bound and not found.at_least and case.mode != "blend"
+            else None,
+        )
+        for case, found in rates.items()
+    )
+
+
+class RatePoint(NamedTuple):
+    """A rate of arrivals, what was served of it, both per second, and the mean TTFT in seconds."""
+
+    rate: float
+    served: float
+    mean_s: float
+
+
+class HighestRate(NamedTuple):
+    """See Capacity."""
+
+    measured: float | None
+    at_bound: float | None
+    at_least: bool
+
+
+def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
+    """The highest rate whose mean TTFT is within the bound, and what is served at the bound.
+
+    A rate counts only if all lower ones are within, too.
+
+    >>> highest_rate([Point(1.0, 1.0, 0.2), Point(2.0, 2.0, 0.4), Point(3.0, 2.5, 1.2)], bound_s=0.8)
+    HighestRate(measured=2.0, at_bound=2.25, at_least=False)
+    """
+    below: RatePoint | None = None
+    for point in sorted(points):
+        if point.mean_s > bound_s:
+            if below is None:
+                return HighestRate(None, None, at_least=False)
+            share = (bound_s - below.mean_s) / (point.mean_s - below.mean_s)
+            return HighestRate(below.rate, below.served + share * (point.served - below.served), at_least=False)
+        below = point
+    if below is None:
+        return HighestRate(None, None, at_least=False)
+    return HighestRate(below.rate, below.served, at_least=True)
+
+
+COLUMNS = (
+    Column("req/s", ">7.3g", "rate"), Column(" mode", "<8", lambda run: f" {run.mode}"), Column("rule", "<19", "rule"),
+    Column("mean s", ">8.3f", "ttft_mean_s"), Column("median", ">8.3f", "ttft_s"), Column("p95", ">8.3f", "ttft_p95_s"),
+    Column("max", ">8.3f", "ttft_max_s"), Column("served/s", ">9.2f", "served_rate"),
+    Column("cached", ">8.0f", "num_cached_tokens"),
+)  # fmt: skip
+
+
+def table_lines(result: ThroughputResult) -> list[str]:
+    """The sweep for people: a line per rate and mode, then what each mode can serve."""
+    config = result.config
+    lines = [
+        f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "
+        f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, {config.output_tokens} answered; "
+        f"{config.num_requests} Poisson arrivals per rate",
+        *format_table(COLUMNS, result.runs),
+    ]
+    lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s: arriving, and served"]
+    lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'arriving':>10}{'served':>10}{'blend serves':>14}")
+    blend = next((found for found in result.capacities if found.mode == "blend"), None)
+    more = ">" if blend is not None and blend.at_least else ""
+    for found in result.capacities:
+        sign = ">" if found.at_least else ""
+        gain = "-" if found.blend_gain is None else f"{more}{found.blend_gain:.2f}x"
+        lines.append(
+            f"{found.mode:<7}{found.rule:<19}{found.idle_ttft_s:>8.3f}{_rate(found.max_rate, sign):>10}"
+            f"{_rate(found.rate_at_bound, sign):>10}{gain:>14}"
+        )
+    return lines
+
+
+def bench_throughput(
+    config: ThroughputConfig, *, plot: Path | None = None, echo: Callable[[str], None]
+) -> dict[str, Any]:
+    """`ragblend bench throughput`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return run_benchmark(config, run_throughput, table_lines, echo, plot, plot_throughput)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
+def _rate(rate: float | None, sign: str) -> str:
+    return "-" if rate is None else f"{sign}{rate:.3g}"

@@ -1,0 +1,224 @@
+"""Time to first token, the four modes side by side in one process: lookup + load + fuse + first token.
+
+Chunks are precomputed, everything is warmed up, and the modes take turns (A B C, A B C, ...), so that a machine
+that gets slower or faster slows or speeds them alike. Quote ratios of the medians. Full prefill is the stock
+transformers model with its own SDPA attention, or stock vLLM (`ttft_vllm`). Read `run_ttft` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any, NamedTuple
+
+from ragblend.engine.api import Engine
+from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.open import GIB, open_store
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import load_model
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
+from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.lab.bench.common.output import BenchResult, Column, format_table, medians, run_benchmark
+from ragblend.lab.bench.common.plots import plot_ttft
+from ragblend.lab.bench.common.shapes import find_dtype
+from ragblend.lab.bench.common.workloads import (
+    PromptSet,
+    engine_for,
+    engine_for_model,
+    make_config_prompts,
+    open_directory,
+    torch_threads,
+)
+from ragblend.options import ModelOptions
+from ragblend.prompt.prompt import SegmentedPrompt
+
+_NO_LIMIT_BYTES = 1 << 50  # the memory tier holds whatever the benchmark precomputes
+
+
+class TtftSample(NamedTuple):
+    """One timed request."""
+
+    report: BlendReport
+    cpu_s: float  # processor time of all threads: what the wall clock would show on a machine of one's own
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TtftRun:
+    """One case's result. Durations in seconds, medians over all samples unless they say otherwise."""
+
+    mode: Mode
+    rule: str
+    ratio: float
+    charged_budget: float
+    charged_budget_32: float
+    ttft_s: float
+    ttft_min_s: float
+    ttft_max_s: float
+    cpu_s: float
+    load_s: float  # reading and placing stored KV, overlapped with fusing where it comes from disk
+    stall_s: float  # the part of it that fusing had to wait for
+    fuse_s: float
+    probe_s: float  # the part of fuse_s until a rule that asks the question knows its attention
+    select_s: float  # the part of fuse_s in which candidates are measured, scored and chosen at the check
+    select_share: float  # (probe_s + select_s) / ttft_s; in the table "asking"
+    speedup: float | None  # full prefill's median TTFT over this one's; None where full was not run
+    speedup_cpu: float | None  # the same of processor time
+    limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, and each the same time
+    num_recomputed_tokens: int
+    peak_rss_bytes: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class TtftResult(BenchResult):
+    """What `bench ttft` found."""
+
+    stored_bytes_per_token: int
+    runs: tuple[TtftRun, ...]
+
+
+def run_ttft(config: TtftConfig, progress: Callable[[str], None] | None = None) -> TtftResult:
+    """Measure every case of `config` on the same prompts. `progress` is told what is being done."""
+    notify = progress or (lambda line: None)
+    with torch_threads(config.threads):
+        notify(f"building {config.shape or config.model}")
+        with _subject(config) as subject:
+            engine = subject.engine
+            work = make_config_prompts(config, subject.vocab_size, config.num_prompts)
+            notify(f"precomputing {config.num_chunks} chunks of {config.chunk_tokens} tokens")
+            for chunk in work.chunks:
+                engine.precompute(chunk)
+            samples = _measure(subject, config, work, notify)
+            return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarize(samples))
+
+
+class EngineUnderTest(NamedTuple):
+    """An engine to measure. `prepare` is called before every request, and its time does not count."""
+
+    engine: Engine
+    vocab_size: int
+    hardware: dict[str, Any]
+    prepare: Callable[[SegmentedPrompt, Mode], None] = lambda prompt, mode: None
+
+
+@contextmanager
+def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
+    """The engine, over the tier to measure alone: a memory tier in front of the disk would answer for it."""
+    if config.backend == "vllm":
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+
+        def prepare(prompt: SegmentedPrompt, mode: Mode) -> None:
+            if mode == "prefix":
+                warm_prefix_cache(engine, [prompt])
+
+        memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
+        with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
+            yield EngineUnderTest(engine, vocab_size, vllm_card(), prepare)
+        return
+    with open_directory(config.store) as directory:
+        in_memory = config.tier == "memory"
+        store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
+        with _engine(config, store) as stock:
+            yield EngineUnderTest(stock, stock.layers.config.vocab_size, hardware_card(config.device))
+
+
+def _measure(
+    subject: EngineUnderTest, config: TtftConfig, work: PromptSet, notify: Callable[[str], None]
+) -> dict[ModeAndRule, list[TtftSample]]:
+    """Warm every case up once, then take turns."""
+    notify("warming up")
+    for case in config.cases:
+        _sample(subject, work.prompts[0], case, config.ratio)
+    samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in config.cases}
+    for repeat in range(config.repeats):
+        for number, prompt in enumerate(work.prompts):
+            notify(f"round {repeat + 1} of {config.repeats}, prompt {number + 1} of {config.num_prompts}")
+            for case in config.cases:
+                samples[case].append(_sample(subject, prompt, case, config.ratio))
+    return samples
+
+
+def _sample(subject: EngineUnderTest, prompt: SegmentedPrompt, case: ModeAndRule, ratio: float) -> TtftSample:
+    """One request of one token, so that nothing is decoded. The engine synchronises the device."""
+    rule = "auto" if case.rule == "none" else case.rule
+    subject.prepare(prompt, case.mode)
+    reset_peak_rss()
+    start_s = process_time()
+    result = subject.engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
+    return TtftSample(result.report, process_time() - start_s, peak_rss_bytes())
+
+
+_MEDIANS = ("charged_budget", "charged_budget_32", "ttft_s", "load_s", "stall_s", "fuse_s", "probe_s", "select_s")
+
+
+def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ...]:
+    """Medians of every case, and their ratios to those of full prefill."""
+    full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
+    full_s = median(sample.report.ttft_s for sample in full) if full else None
+    full_cpu_s = median(sample.cpu_s for sample in full) if full else None
+    runs = []
+    for case, taken in samples.items():
+        reports = [sample.report for sample in taken]
+        times_s = [report.ttft_s for report in reports]
+        cpu_s = median(sample.cpu_s for sample in taken)
+        found = medians(reports, *_MEDIANS)
+        runs.append(
+            TtftRun(
+                mode=case.mode,
+                rule=reports[0].rule,  # what "auto" stood for
+                ratio=reports[0].recompute_ratio,
+                **found,
+                ttft_min_s=min(times_s),
+                ttft_max_s=max(times_s),
+                cpu_s=cpu_s,
+                select_share=median((report.probe_s + report.select_s) / report.ttft_s for report in reports),
+                speedup=full_s / found["ttft_s"] if full_s is not None else None,
+                speedup_cpu=full_cpu_s / cpu_s if full_cpu_s is not None and cpu_s else None,
+                limit=1 / found["charged_budget"] if found["charged_budget"] else None,
+                num_recomputed_tokens=reports[0].num_recomputed_tokens,
+                peak_rss_bytes=max(sample.peak_rss_bytes for sample in taken),
+                num_samples=len(taken),
+            )
+        )
+    return tuple(runs)
+
+
+COLUMNS = (
+    Column("mode", "<7", "mode"), Column("rule", "<19", "rule"), Column("ratio", ">5.2f", "ratio"),
+    Column("charged", ">8.3f", "charged_budget"), Column("TTFT s", ">8.3f", "ttft_s"),
+    Column("min", ">7.2f", "ttft_min_s"), Column("max", ">7.2f", "ttft_max_s"), Column("load s", ">7.3f", "load_s"),
+    Column("fuse s", ">7.2f", "fuse_s"),
+    Column("asking", ">7.1%", "select_share"), Column("speedup", ">8.2fx", "speedup"),
+    Column("limit", ">7.2fx", "limit"), Column("cpu s", ">7.2f", "cpu_s"),
+    Column("GiB", ">5.1f", lambda run: run.peak_rss_bytes / GIB),
+)  # fmt: skip
+
+
+def table_lines(result: TtftResult) -> list[str]:
+    """The runs for people: one line each, under a line that says what was run."""
+    config = result.config
+    return [
+        f"{result.name} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens + "
+        f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, KV from {config.tier}; "
+        f"medians of {result.runs[0].num_samples}",
+        *format_table(COLUMNS, result.runs),
+    ]
+
+
+def bench_ttft(config: TtftConfig, *, plot: Path | None = None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench ttft`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return run_benchmark(config, run_ttft, table_lines, echo, plot, plot_ttft)
+
+
+def _engine(config: TtftConfig, store: KVStore) -> TransformersEngine:
+    if config.model is not None:
+        return engine_for_model(load_model(config.model, ModelOptions(config.dtype, config.device)), store)
+    assert config.shape is not None
+    return engine_for(config.shape, store, find_dtype(config.dtype), config.seed, config.device)

@@ -1,0 +1,338 @@
+"""Fit recompute to a corpus: how close to full prefill each ratio comes, and which ratio keeps a promise.
+
+Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule, check layer
+and ratio of the grid; what counts is the first token: whether it is full prefill's, and KL(full || blend). No answers
+or labels are needed. The ratio that is fitted is the smallest one that meets the target for certain: the lower bound
+of its agreement's 95 % interval does, and that of every larger ratio. The engine picks the calibration up by itself
+(`engine.tuning.calibration`).
+
+Read `calibrate` first, then `fit_ratio`. Knows the transformers engine and the index; prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ragblend.engine.api import Engine
+from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, find_rule, validate_ratio
+from ragblend.engine.generation import EngineRequest
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.errors import UsageError
+from ragblend.index import ChunkIndex
+from ragblend.intervals import wilson_interval
+from ragblend.precompute import Progress
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+RULES = ("auto", NO_PROBE_RULE)  # those worth measuring; more with --rules
+CHECK_LAYERS = (1, 2, 4)  # as far as they lie in the first half of the model
+RATIOS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # beside 0 and 1, which are always measured
+NUM_QUESTIONS = 60
+TARGET = 0.9
+Z_SQUARED = 3.8415  # of a 95 % interval
+
+Curve = tuple[CurvePoint, ...]
+
+
+class GridPoint(NamedTuple):
+    """A rule and the layer at which it is read."""
+
+    rule: str
+    check_layer: int
+
+
+class CalibrationSample(NamedTuple):
+    """One question at one point of the grid, against full prefill."""
+
+    agrees: bool
+    kl: float
+    charged_budget: float
+    charged_budget_32: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The engine with its new calibration on questions that no fit has seen. `low`, `high`: 95 % (Wilson)."""
+
+    num_questions: int
+    agreement: float
+    low: float
+    high: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRun:
+    """A calibration, where it was saved (None: nowhere), what it took, and the check on other questions."""
+
+    calibration: Calibration
+    path: str | None
+    num_prefills: int
+    elapsed_s: float
+    cpu_s: float
+    held_out: HeldOut | None = None
+
+    @property
+    def is_target_met(self) -> bool:
+        """Whether what was promised may be true of the held-out questions."""
+        return self.held_out is None or self.held_out.high >= self.calibration.target
+
+
+def calibrate(
+    engine: Engine,
+    index: ChunkIndex,
+    questions: Sequence[str],
+    *,
+    k: int = 6,
+    neighbours: int = 0,
+    order: Any = "score",
+    target: float = TARGET,
+    num_questions: int = NUM_QUESTIONS,
+    num_held_out: int = 0,
+    rules: Sequence[str] = RULES,
+    check_layers: Sequence[int] = CHECK_LAYERS,
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    save: bool = True,
+    progress: Progress | None = None,
+) -> CalibrationRun:
+    """Measure the grid on `num_questions` of `questions`, fit, and save the calibration in the engine's store.
+
+    Prompts have the engine's system text. `num_held_out` other questions are then answered with that calibration.
+    Raises UsageError where there are too few questions for the target, for an engine that shows no logits (vLLM), and
+    for a store without a directory.
+    """
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    check_target(target, num_questions)
+    fitter = require_transformers_engine(engine)
+    disk = disk_tier(engine.store) if save else None
+    if save and disk is None:
+        raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
+    fitted, others = split_questions(questions, num_questions, num_held_out, target, seed)
+    grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
+    settings = make_grid_points(rules, check_layers, fitter.layers.num_layers)
+    on_progress = progress or (lambda stage, done, total: None)
+
+    def prompts(texts: Sequence[str]) -> list[SegmentedPrompt]:
+        hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
+        return [
+            SegmentedPrompt([hit.chunk for hit in found], text, fitter.system)
+            for found, text in zip(hits, texts, strict=True)
+        ]
+
+    curves = measure(fitter, prompts(fitted), settings, grid, on_progress)
+    calibration = Calibration(
+        fitter.fingerprint,
+        fitter.default_prefix_ids,
+        index.manifest.chunker,
+        time.time(),
+        target,
+        len(fitted),
+        f"k {k}, neighbours {neighbours}, order {order}",
+        fit_all(curves, target),
+    )
+    path = str(save_calibration(disk, calibration)) if disk is not None else None
+    held_out = evaluate_held_out(fitter, prompts(others), calibration, on_progress) if others else None
+    num_prefills = len(fitted) * (3 + len(settings) * (len(grid) - 2)) + 2 * len(others)
+    elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
+
+
+# -- questions
+
+
+def read_questions(text: str) -> list[str]:
+    """Questions of a file: one per line, or JSON objects per line with a "question"."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or not lines[0].startswith("{"):
+        return lines
+    try:
+        return [str(json.loads(line)["question"]) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f'the file looks like JSON lines, but not each line is {{"question": "..."}}: {error!r}'
+        ) from error
+
+
+def generate_questions(chunks: Sequence[Chunk], count: int, seed: int = 0) -> list[str]:
+    """Questions that need no labels: sentences of the corpus whose end is left out, any chunks, in random order.
+
+    The first token of an answer then hangs on what the retrieved chunks say. They are easier than questions over
+    several chunks: give your own where you have them.
+    """
+    draw = random.Random(seed)
+    asked = []
+    for chunk in draw.sample(list(chunks), len(chunks)):
+        words = [sentence.split() for sentence in re.split(r"(?<=[.!?。！？])\s+", chunk.text)]
+        long = [sentence for sentence in words if 6 <= len(sentence) <= 60]
+        if long:
+            sentence = draw.choice(long)
+            asked.append(
+                f'How does this sentence of the documents go on: "{" ".join(sentence[: -len(sentence) // 3])}"?'
+            )
+    return asked[:count]
+
+
+def split_questions(
+    questions: Sequence[str], num_questions: int, num_held_out: int, target: float, seed: int
+) -> tuple[list[str], list[str]]:
+    """Those to fit on and, at most `num_held_out`, others to check with; drawn at random, each once."""
+    distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
+    check_target(target, len(distinct))
+    drawn = random.Random(seed).sample(distinct, len(distinct))
+    num_fitted = max(min_questions(target), min(num_questions, len(drawn) - num_held_out))
+    return drawn[:num_fitted], drawn[num_fitted:][:num_held_out]
+
+
+def min_questions(target: float) -> int:
+    """Questions that can promise `target` where all agree: the lower bound of n of n is n / (n + 3.84).
+
+    >>> num_needed(0.9), num_needed(0.98)
+    (35, 189)
+    """
+    return math.ceil(Z_SQUARED * target / (1 - target))
+
+
+def check_target(target: float, num_questions: int) -> None:
+    """Raise UsageError for a target that so many questions cannot promise, before anything is measured."""
+    if not 0 < target < 1:
+        raise UsageError(f"target is {target}; choose a share above 0 and below 1, such as {TARGET}")
+    if num_questions < min_questions(target):
+        highest_target = num_questions / (num_questions + Z_SQUARED)
+        raise UsageError(
+            f"{num_questions} questions are too few: they can promise an agreement of {highest_target:.2f} at most, "
+            f"and {target:g} needs {min_questions(target)}; raise --num-questions, give more (--questions FILE, one "
+            "per line), or lower --target"
+        )
+
+
+# -- measuring
+
+
+def make_grid_points(rules: Sequence[str], check_layers: Sequence[int], num_layers: int) -> tuple[GridPoint, ...]:
+    """Rules by check layer, the uncalibrated default first. A rule that reads no deviation has no check layer."""
+    standard = find_rule("auto", num_layers).name
+    names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
+    found = [GridPoint(standard, CHECK_LAYER)] if standard in names else []
+    for name in names:
+        layers = [layer for layer in check_layers if 0 < layer <= num_layers // 2] or [CHECK_LAYER]
+        needed = layers if find_rule(name).needs_deviation else [CHECK_LAYER]
+        found += [GridPoint(name, layer) for layer in needed]
+    return tuple(dict.fromkeys(found))
+
+
+def measure(
+    engine: TransformersEngine,
+    prompts: Sequence[SegmentedPrompt],
+    settings: Sequence[GridPoint],
+    ratios: Sequence[float],
+    on_progress: Progress,
+) -> dict[GridPoint, Curve]:
+    """Every prompt in full and at every point of the grid, through the very path that a calibrated engine takes."""
+    trials: dict[tuple[GridPoint, float], list[CalibrationSample]] = {
+        (s, ratio): [] for s in settings for ratio in ratios
+    }
+    for number, prompt in enumerate(prompts):
+        on_progress("measure", number, len(prompts))
+        request, full = _run_full_prefill(engine, prompt)
+        for ratio in ratios:
+            trial: CalibrationSample | None = None
+            for setting in settings:
+                if trial is None or 0 < ratio < 1:  # at 0 and 1 all are alike
+                    trial = _run_blend(engine, request, _make_uncalibrated_fit(setting), ratio, full)
+                trials[setting, ratio].append(trial)
+    on_progress("measure", len(prompts), len(prompts))
+    return {setting: tuple(summarize_ratio(ratio, trials[setting, ratio]) for ratio in ratios) for setting in settings}
+
+
+def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurvePoint:
+    """What the questions say about one ratio of one setting."""
+    agrees, kl, charged, charged_32 = (fmean(column) for column in zip(*trials, strict=True))
+    return CurvePoint(ratio, charged, agrees, *wilson_interval(agrees, len(trials)), kl, charged_32)
+
+
+def evaluate_held_out(
+    engine: TransformersEngine, prompts: Sequence[SegmentedPrompt], calibration: Calibration, on_progress: Progress
+) -> HeldOut:
+    """What `calibration` is worth on other questions: first tokens by its best fit against full prefill's."""
+    fit, trials = calibration.fits[0], []
+    for number, prompt in enumerate(prompts):
+        on_progress("check", number, len(prompts))
+        request, full = _run_full_prefill(engine, prompt)
+        trials.append(_run_blend(engine, request, fit, fit.ratio, full))
+    on_progress("check", len(prompts), len(prompts))
+    found = summarize_ratio(fit.ratio, trials)
+    return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
+
+
+def _run_full_prefill(engine: TransformersEngine, prompt: SegmentedPrompt) -> tuple[EngineRequest, Tensor]:
+    """The prompt as a request, its chunks stored, and full prefill's first logits [V]."""
+    for chunk in prompt.chunks:
+        engine.precompute(chunk)
+    request = engine.request(prompt, mode="full", max_tokens=1)
+    return request, engine.prefill(request).logits
+
+
+def _run_blend(
+    engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
+) -> CalibrationSample:
+    """A blend as `fit_ratio` makes the engine run it, against the logits `full` [V]."""
+    found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
+    report = found.report
+    agrees = bool(found.logits.argmax() == full.argmax())
+    return CalibrationSample(
+        agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
+    )
+
+
+def _make_uncalibrated_fit(setting: GridPoint) -> RuleFit:
+    """A setting as the engine takes it, before anything is known of it."""
+    nothing = (0.0,) * 6
+    return RuleFit(*setting, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
+
+
+# -- fitting: arithmetic on what was measured
+
+
+def fit_ratio(setting: GridPoint, curve: Curve, target: float) -> RuleFit:
+    """The smallest ratio that keeps the promise `target`, as every larger one does; 1 where none below does."""
+    keeps = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
+    place = keeps.index(True) if True in keeps else len(curve) - 1
+    return RuleFit(*setting, curve[place].ratio, keeps[place], curve)
+
+
+def fit_all(curves: Mapping[GridPoint, Curve], target: float) -> tuple[RuleFit, ...]:
+    """A fit per rule, at the layer where the promise takes the least charged budget; the least of all first.
+
+    Where two take the same, the first of `curves` counts.
+    """
+    best: dict[str, RuleFit] = {}
+    fits = (fit_ratio(setting, curve, target) for setting, curve in curves.items())
+    for found in sorted(fits, key=lambda each: each.point.charged_budget):
+        best.setdefault(found.rule, found)
+    return tuple(best.values())
+
+
+# -- checks at the door
+
+
+def require_transformers_engine(engine: Engine) -> TransformersEngine:
+    """The engine, if it shows the distributions that a calibration compares."""
+    if not isinstance(engine, TransformersEngine):
+        raise UsageError(
+            "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
+            "transformers on the store that vLLM serves from: the calibration is for both"
+        )
+    return engine

@@ -1,0 +1,297 @@
+"""One prompt, token by token: what was reused, what was recomputed, and how far each was from full prefill.
+
+`explain` answers the prompt by blending and by full prefill and compares the KV of both; `Comparison` does so for more
+modes and other ratios. Works on engines that decode themselves. Does not depend on how an explanation is drawn
+(`lab.explain_page`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, Unpack
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.fuse import relative_deviation
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.generation import DecodingEngine, EngineKeywords, EngineRequest, GenerationStream, PrefillResult
+from ragblend.engine.report import BlendReport, ChunkReport, Generation, Mode, RatioChoice
+from ragblend.engine.store.kv import LayerKV
+from ragblend.errors import UsageError
+from ragblend.prompt.prompt import Segment, SegmentedPrompt, SegmentKind
+
+TokenState = Literal["exact", "computed", "recomputed", "reused"]
+STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")
+"""exact: KV at hand that is full prefill's, in the prefix or in the chunk stored behind it. computed: no KV was
+stored, so it was made in this prompt (the question, missing chunks). recomputed: stored KV, replaced. reused: stored
+KV, kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedToken:
+    """One token of the prompt. Deviations are means over the layers of `fuse.relative_deviation`; 0 is equal."""
+
+    id: int
+    text: str  # "" where a later token completes the character
+    state: TokenState
+    deviation: float | None  # of the stored KV from full prefill's; None where none was stored
+    remaining: float  # of the KV that the answer was made from
+    attention: float | None  # share of the question's attention, where the rule read it; None if it did not ask
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedSegment:
+    """A span of the prompt in reading order: its first position, its tokens and, for a chunk, what became of it."""
+
+    kind: SegmentKind
+    start: int
+    tokens: tuple[ExplainedToken, ...]
+    chunk: ChunkReport | None = None
+    read_s: float | None = None  # reading its stored KV, in seconds; None where none was read
+
+    @property
+    def deviation(self) -> float | None:
+        """Mean over the tokens whose KV was stored; None where none was."""
+        return _mean(token.deviation for token in self.tokens)
+
+    @property
+    def attention(self) -> float | None:
+        """Share of the question's attention on this span; None if the rule did not ask."""
+        known = [token.attention for token in self.tokens if token.attention is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A prompt answered twice, by blending and by full prefill, with what became of every token.
+
+    The answers and first tokens are compared with full prefill of the text as it was sent (`Segmenter.as_sent`), the
+    KV of the tokens with full prefill of the same tokens. `boundaries_moved`: the two are not the same ids.
+    """
+
+    model: str
+    question: str  # the last user turn's text, chunks left out
+    answer: str
+    full_answer: str
+    answers_identical: bool
+    first_token_agrees: bool
+    first_token_kl: float  # KL(full || blend) of the first token, nats
+    report: BlendReport
+    full_report: BlendReport
+    segments: tuple[ExplainedSegment, ...]
+    boundaries_moved: bool = False
+
+    @property
+    def tokens(self) -> tuple[ExplainedToken, ...]:
+        """Every token of the prompt, in order."""
+        return tuple(token for segment in self.segments for token in segment.tokens)
+
+    def count(self, state: TokenState) -> int:
+        """Tokens in that state."""
+        return sum(token.state == state for token in self.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return asdict(self)
+
+
+class ExplainingEngine(DecodingEngine, Protocol):
+    """What `explain` needs of an engine beside what decoding takes."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    def request(self, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> EngineRequest:
+        """What to answer and how, tokenized and checked."""
+        ...
+
+
+def explain(engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> Explanation:
+    """Answer `prompt` by blending and by full prefill, and compare. `options` are those of the engine's `request`.
+
+    Takes three prefills and two answers (four where recognition moved token boundaries), and holds the KV of two
+    prompts. Raises UsageError for a mode that is not
+    "blend" and for a conversation, whose earlier turns are not in the prompt's KV as they were computed.
+    """
+    if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
+        raise UsageError("explain shows how one prompt is blended; leave mode and conversation out")
+    compared = Comparison(engine, prompt, **options)
+    for mode in ("blend", "full"):
+        for _ in compared.stream(mode):
+            pass
+    return compared.explanation()
+
+
+class Agreement(NamedTuple):
+    """How close an answer is to full prefill's. `first_token_kl`: KL(full || it) of the first token, nats."""
+
+    answers_identical: bool
+    first_token_agrees: bool
+    first_token_kl: float
+
+
+class Comparison:
+    """One prompt, answered in one mode after the other, each compared with full prefill.
+
+    Holds full prefill's KV, so blending it again with another ratio costs the blending alone. `options` are those of
+    the engine's `request`. For one thread at a time.
+    """
+
+    def __init__(self, engine: ExplainingEngine, prompt: SegmentedPrompt, **options: Unpack[EngineKeywords]) -> None:
+        self._engine, self._prompt, self._options = engine, prompt, options
+        self._request = engine.request(prompt, **options)
+        self._kept: dict[Mode, tuple[PrefillResult, Generation]] = {}
+        self._same_ids: PrefillResult | None = None  # full prefill of the very tokens that are blended
+        self._stored: tuple[set[int], list[float]] | None = None  # starts of stored chunks, deviation of every token
+
+    def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
+        """An answer in the making. `recompute_ratio` is another one than the options', for blending.
+
+        What is compared is the latest answer of each mode.
+        """
+        request = self._request
+        if mode == "full":
+            request = replace(request, prompt=self._engine.segmenter.as_sent(request.prompt))
+        elif recompute_ratio is not None:
+            options = self._options.copy()
+            options["recompute_ratio"] = recompute_ratio
+            request = self._engine.request(self._prompt, **options)
+
+        def keep(prefilled: PrefillResult, answer: Generation) -> None:
+            self._kept[mode] = (prefilled, answer)
+
+        return GenerationStream(self._engine, replace(request, mode=mode), keep)
+
+    def agreement(self, mode: Mode) -> Agreement:
+        """Of an answer that was made. Full prefill's must have been, too."""
+        (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
+        return Agreement(
+            answer.token_ids == full_answer.token_ids,
+            int(reference.logits.argmax()) == int(other.logits.argmax()),
+            first_token_kl(reference.logits, other.logits),
+        )
+
+    def explanation(self) -> Explanation:
+        """What became of every token of the blended prompt. It and full prefill's must have been answered.
+
+        Lets go of the KV of other modes, whose agreement is not to be had afterwards.
+        """
+        (blended, answer), (_, full_answer) = self._kept["blend"], self._kept["full"]
+        full, request = self._full(), self._request
+        found, deviations = self._stored or self._keep_stored(full)
+        agreement = self.agreement("blend")
+        remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
+        self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
+        return Explanation(
+            self._engine.name,
+            _question(self._prompt),
+            answer.text,
+            full_answer.text,
+            agreement.answers_identical,
+            agreement.first_token_agrees,
+            agreement.first_token_kl,
+            answer.report,
+            full_answer.report,
+            tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
+            self._is_moved,
+        )
+
+    @property
+    def _is_moved(self) -> bool:
+        prompt = self._request.prompt
+        return self._engine.segmenter.as_sent(prompt).token_ids != prompt.token_ids
+
+    def _full(self) -> PrefillResult:
+        if not self._is_moved:
+            return self._kept["full"][0]
+        self._same_ids = self._same_ids or self._engine.prefill(replace(self._request, mode="full"))
+        return self._same_ids
+
+    def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
+        """Where the prompt's stored chunks begin, and how far the KV that was stored is off, before any recompute."""
+        # Full reuse keeps all stored KV as it was placed: what blending started from.
+        request = self._request
+        kept = self._kept.get("reuse")
+        stored = kept[0] if kept is not None else self._engine.prefill(replace(request, mode="reuse"))
+        # A tier may have lost a chunk since.
+        found = {segment.start for segment, chunk in _chunks(request, stored) if chunk.hit}
+        self._stored = found, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
+        return self._stored
+
+
+@torch.inference_mode()
+def _deviations(full: FusedKV, other: FusedKV, count: int) -> list[float]:
+    """Per token, the mean over the layers of how far `other`'s KV is from `full`'s."""
+    per_layer = []
+    for layer in range(full.num_layers):
+        ours, theirs = (LayerKV(kv.keys(layer)[:, :count], kv.values(layer)[:, :count]) for kv in (other, full))
+        per_layer.append(relative_deviation(theirs, ours))
+    means: list[float] = torch.stack(per_layer).mean(0).tolist()
+    return means
+
+
+def _segments(
+    engine: ExplainingEngine,
+    request: EngineRequest,
+    blended: PrefillResult,
+    found: Container[int],
+    deviations: Sequence[float],
+    remaining: Sequence[float],
+) -> Iterator[ExplainedSegment]:
+    """The prompt's spans, their tokens told apart."""
+    chunks = {segment.start: chunk for segment, chunk in _chunks(request, blended)}
+    recomputed = set(_plain(blended.recomputed))
+    attention = _plain(blended.attention) or None
+    last = request.prompt.num_tokens - 1
+    for segment in request.prompt.segments:
+        chunk = chunks.get(segment.start)
+        is_stored = chunk is not None and chunk.hit and segment.start in found
+        tokens = []
+        for place, text in enumerate(engine.segmenter.token_texts(segment.token_ids)):
+            row = segment.start + place
+            state = _state(segment, chunk, row in recomputed, row == last)
+            tokens.append(
+                ExplainedToken(
+                    segment.token_ids[place],
+                    text,
+                    state,
+                    deviations[row] if is_stored else None,
+                    remaining[row],
+                    attention[row] if attention is not None else None,
+                )
+            )
+        yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
+
+
+def _chunks(request: EngineRequest, prefilled: PrefillResult) -> Iterator[tuple[Segment, ChunkReport]]:
+    """The prompt's chunks, and what the report says of them."""
+    return zip(request.prompt.chunk_segments, prefilled.report.chunks, strict=True)
+
+
+def _state(segment: Segment, chunk: ChunkReport | None, is_recomputed: bool, is_last: bool) -> TokenState:
+    if is_last:
+        return "computed"  # its logits are the answer, whatever is stored
+    if segment.kind == "prefix" or (chunk is not None and chunk.exact):
+        return "exact"
+    if chunk is None or not chunk.hit:
+        return "computed"
+    return "recomputed" if is_recomputed else "reused"
+
+
+def _question(prompt: SegmentedPrompt) -> str:
+    users = [message for message in prompt.messages if message.role == "user"]
+    return " ".join(part for part in users[-1].parts if isinstance(part, str)) if users else ""
+
+
+def _plain(tensor: Tensor | None) -> list[Any]:
+    return [] if tensor is None else tensor.tolist()
+
+
+def _mean(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

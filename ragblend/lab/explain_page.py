@@ -1,0 +1,351 @@
+"""An explanation of one prompt as a web page and as a picture.
+
+The page is one file: no script, no asset from elsewhere, and all text escaped, because chunks are anybody's text. Knows
+explanations, the templates `explain.html` and `tokens.*`, and matplotlib (extra `plot`). Nothing of engines.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from ragblend import __version__
+from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
+
+OPEN_TOKENS = 1500  # a prompt up to this long shows all its chunks open
+LONG_TEXT = 400  # other text than chunks is folded up from here on
+STEPS = 10  # shades of a colour
+_BINS = 160  # most cells in the strip under a folded chunk
+_SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_CLASSES = {"exact": "e", "computed": "c", "recomputed": "r", "reused": "k"}
+_KINDS = {"prefix": "prefix", "text": "text", "suffix": "question", "chunk": "chunk"}
+
+
+class _Cell(NamedTuple):
+    """One token on the page: its CSS classes and what its tooltip says."""
+
+    space: str  # whitespace before the text, left out of the mark so that it hugs the word
+    text: str
+    classes: str
+    hint: str
+
+
+class _Bin(NamedTuple):
+    """Some tokens side by side in a chunk's strip: shades, and whether one of them was recomputed."""
+
+    deviation: int
+    attention: int
+    mark: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One segment as the template wants it."""
+
+    title: str
+    source: str
+    facts: list[str]
+    missed: bool
+    open: bool
+    chunk: Any
+    tokens: list[_Cell]
+    bins: list[_Bin]
+
+
+def render_html(explanation: Explanation) -> str:
+    """The explanation as one HTML page that needs nothing else."""
+    return _render(
+        "explain.html",
+        page=explanation,
+        full=explanation.full_report,
+        mean_line=_mean_line(explanation),
+        version=__version__,
+        **_token_facts(explanation),
+    )
+
+
+def render_tokens(explanation: Explanation) -> str:
+    """The prompt token by token, with its legend, as a piece of HTML for a page that has `tokens_style`."""
+    return _render("tokens.html", **_token_facts(explanation))
+
+
+def tokens_style() -> str:
+    """CSS: the colours, light and dark, and what tokens and their legend look like."""
+    return _render("tokens.css")
+
+
+def _token_facts(explanation: Explanation) -> dict[str, Any]:
+    scale = deviation_scale(explanation)
+    facts = {"report": explanation.report, "scale": scale, "long": LONG_TEXT}
+    return {**facts, "segments": _blocks(explanation, scale)}
+
+
+def _render(template: str, **facts: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ragblend"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(percent=_percent, duration=_duration, count=_count)
+    return environment.get_template(template).render(facts)
+
+
+def write_html(explanation: Explanation, path: Path) -> None:
+    """Write the page to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_html(explanation), encoding="utf-8")
+
+
+def deviation_scale(explanation: Explanation) -> float:
+    """The deviation that gets the darkest shade: a round number that all but the outermost 5 % stay below."""
+    known = sorted(token.deviation for token in explanation.tokens if token.deviation is not None)
+    top = known[min(len(known) - 1, int(0.95 * len(known)))] if known else 0.0
+    return next((scale for scale in _SCALES if top <= scale), _SCALES[-1])
+
+
+def shade(share: float) -> int:
+    """One of STEPS shades for a share of the scale.
+
+    >>> [shade(share) for share in (0.0, 0.04, 0.05, 0.5, 0.99, 7.0)]
+    [0, 0, 1, 5, 9, 9]
+    """
+    return min(STEPS - 1, math.floor(share * STEPS + 0.5))
+
+
+def attention_shade(attention: float | None, num_tokens: int) -> int:
+    """A shade per doubling above the even share 1 / num_tokens; below it none.
+
+    >>> [attention_shade(attention, 100) for attention in (None, 0.009, 0.01, 0.02, 0.5, 1.0)]
+    [0, 0, 1, 2, 6, 7]
+    """
+    multiple = (attention or 0.0) * num_tokens
+    return min(STEPS - 1, 1 + math.floor(math.log2(multiple) + 1e-9)) if multiple >= 1 else 0
+
+
+# -- the page's parts
+
+
+def _blocks(explanation: Explanation, scale: float) -> list[_Block]:
+    num_tokens = explanation.report.prompt_tokens
+    blocks = []
+    for number, segment in _numbered(explanation):
+        blocks.append(
+            _Block(
+                _title(segment, number),
+                segment.chunk.source if segment.chunk is not None else "",
+                _facts(segment),
+                segment.chunk is not None and not segment.chunk.hit,
+                num_tokens <= OPEN_TOKENS,
+                segment.chunk,
+                [_cell(token, segment.start + place, scale, num_tokens) for place, token in enumerate(segment.tokens)],
+                _bins(segment, scale, num_tokens),
+            )
+        )
+    return blocks
+
+
+def _numbered(explanation: Explanation) -> Iterator[tuple[int, ExplainedSegment]]:
+    """The segments, each with the number of chunks up to it."""
+    numbers = accumulate(segment.kind == "chunk" for segment in explanation.segments)
+    return zip(numbers, explanation.segments, strict=True)
+
+
+def _title(segment: ExplainedSegment, number: int) -> str:
+    if segment.chunk is None:
+        return _KINDS[segment.kind].capitalize()
+    return f"{number}. {PurePath(segment.chunk.source).name or 'chunk'}"
+
+
+def _facts(segment: ExplainedSegment) -> list[str]:
+    chunk, facts = segment.chunk, [_tokens(len(segment.tokens))]
+    if chunk is not None and chunk.hit:
+        if chunk.exact:
+            facts.append("exact: it stands where it was stored")
+        else:
+            facts.append(f"{_count(chunk.num_recomputed_tokens)} recomputed")
+            facts += [f"mean deviation {segment.deviation:.2g}"] if segment.deviation is not None else []
+            if chunk.prefix_match == "approximate":
+                facts.append("stored behind another prefix")
+        if segment.read_s is not None:
+            facts.append(f"read in {_duration(segment.read_s)}")
+    elif segment.kind == "prefix":
+        facts.append("exact")
+    else:
+        facts.append("computed")
+    if segment.attention is not None:
+        facts.append(f"{_percent(segment.attention)} of the attention")
+    return facts
+
+
+def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -> _Cell:
+    step = shade((token.deviation or 0.0) / scale)
+    hint = [f"token {position}: {token.state}"]
+    if token.deviation is not None:
+        hint.append(f"stored KV {token.deviation:.2g} off" if token.deviation > 1e-4 else "stored KV equal")
+    if token.state != "exact" and token.state != "reused":
+        hint.append(f"KV used {token.remaining:.2g} off" if token.remaining > 1e-4 else "KV used equal")
+    if token.attention is not None:
+        hint.append(f"attention {100 * token.attention:.2g} %")
+    classes = f"{_CLASSES[token.state]} d{step} a{attention_shade(token.attention, num_tokens)}"
+    text = token.text.lstrip() or token.text
+    space = token.text[: len(token.text) - len(text)]
+    return _Cell(space, text, classes, ", ".join(hint))
+
+
+def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[_Bin]:
+    """The segment in at most `_BINS` cells, each shaded by its strongest token."""
+    size = math.ceil(len(segment.tokens) / _BINS)
+    parts = [segment.tokens[start : start + size] for start in range(0, len(segment.tokens), size)]
+    return [
+        _Bin(
+            max(shade((token.deviation or 0.0) / scale) for token in part),
+            max(attention_shade(token.attention, num_tokens) for token in part),
+            any(token.state == "recomputed" for token in part),
+        )
+        for part in parts
+    ]
+
+
+def _mean_line(explanation: Explanation) -> str:
+    stored = [token for token in explanation.tokens if token.state == "recomputed" and token.deviation is not None]
+    if not stored:
+        return "none was chosen"
+    before = sum(token.deviation or 0.0 for token in stored) / len(stored)
+    after = sum(token.remaining for token in stored) / len(stored)
+    return f"deviation {before:.2g} before, {after:.2g} after"
+
+
+def _percent(share: float) -> str:
+    """A share for reading.
+
+    >>> _percent(0.15), _percent(0.004), _percent(0.0)
+    ('15 %', '0.4 %', '0 %')
+    """
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 1 or percent == 0 else f"{percent:.1g} %"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds for reading.
+
+    >>> _duration(0.0004), _duration(0.0123), _duration(2.5)
+    ('0.4 ms', '12 ms', '2.50 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.00095 or seconds == 0 else f"{seconds * 1e3:.1g} ms"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _tokens(number: int) -> str:
+    return "1 token" if number == 1 else f"{_count(number)} tokens"
+
+
+# -- the picture
+
+
+def plot_explanation(explanation: Explanation, path: Path) -> None:
+    """Write the prompt as a picture: a row per segment, a cell per token, deviation as colour, dots: recomputed.
+
+    Raises ImportError with the install line unless matplotlib is there.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib: pip install 'ragblend[plot]'") from error
+
+    segments, scale = explanation.segments, deviation_scale(explanation)
+    width = max(len(segment.tokens) for segment in segments)
+    figure = Figure(figsize=(11, 1.9 + min(0.34 * len(segments), 40)), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    axes = figure.add_subplot()
+    colors = LinearSegmentedColormap.from_list("deviation", ["#fdfdfb", "#d95f02"])
+    for row, segment in enumerate(segments):
+        cells = [[token.deviation or 0.0 for token in segment.tokens]]
+        place = (-0.5, len(segment.tokens) - 0.5, row + 0.38, row - 0.38)
+        image = axes.imshow(cells, colors, vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place)
+        axes.add_patch(_frame(segment, row))
+        chosen = [place for place, token in enumerate(segment.tokens) if token.state == "recomputed"]
+        size = min(14, 2400 / width)
+        axes.scatter(chosen, [row] * len(chosen), s=size, color="black", marker="o", linewidths=0)
+    axes.set_xlim(-0.6, width - 0.4)
+    axes.set_ylim(len(segments) - 0.45, -0.55)
+    axes.tick_params(axis="x", labelsize="small")
+    titles = [_shorten(_title(segment, number)) for number, segment in _numbered(explanation)]
+    axes.set_yticks(range(len(segments)), titles, fontsize="small", parse_math=False)
+    notes = axes.secondary_yaxis("right")
+    notes.set_yticks(range(len(segments)), [_note(segment) for segment in segments], fontsize="small")
+    for axis in (axes, notes):
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    axes.set_xlabel(
+        "tokens of each part; black dot: recomputed; dotted frame: computed for this prompt", fontsize="small"
+    )
+    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, extend="max")
+    bar.set_label("deviation of the stored KV from full prefill's", fontsize="small")
+    figure.suptitle(_headline(explanation), fontsize="medium", x=0.01, ha="left", parse_math=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a script that the font lacks shows as boxes
+        figure.savefig(path, dpi=150)
+
+
+def _frame(segment: ExplainedSegment, row: int) -> Any:
+    """A frame around a row of the picture, dotted where the tokens were computed."""
+    from matplotlib.patches import Rectangle
+
+    style = ":" if all(token.state == "computed" for token in segment.tokens) else "-"
+    size = (len(segment.tokens), 0.76)
+    return Rectangle((-0.5, row - 0.38), *size, fill=False, edgecolor="#5c6066", linewidth=0.8, linestyle=style)
+
+
+def _note(segment: ExplainedSegment) -> str:
+    """What the picture says of a segment, at its end."""
+    chunk = segment.chunk
+    if chunk is None:
+        text = "exact" if segment.kind == "prefix" else "computed"
+    elif not chunk.hit:
+        text = "not in the store"
+    else:
+        text = "exact" if chunk.exact else f"{chunk.num_recomputed_tokens} of {chunk.num_tokens} recomputed"
+    return text if segment.attention is None else f"{text}, attention {_percent(segment.attention)}"
+
+
+def _headline(explanation: Explanation) -> str:
+    report = explanation.report
+    same = "the same" if explanation.answers_identical else "differs"
+    return "\n".join(
+        [
+            textwrap.shorten(explanation.question or "A blended prompt", 110, placeholder=" ..."),
+            textwrap.shorten(f"blended: {explanation.answer}", 110, placeholder=" ..."),
+            textwrap.shorten(f"full prefill ({same}): {explanation.full_answer}", 110, placeholder=" ..."),
+            f"{report.rule} at {_percent(report.recompute_ratio)}, {report.num_reused_tokens} of "
+            f"{report.prompt_tokens} tokens reused, charged budget {_percent(report.charged_budget)}",
+        ]
+    )
+
+
+def _shorten(title: str) -> str:
+    return title if len(title) <= 34 else "..." + title[-31:]
+
+
+def summary_lines(explanation: Explanation) -> Sequence[str]:
+    """The explanation for a terminal: answers, one line per part of the prompt, the report."""
+    same = "the same, token for token" if explanation.answers_identical else "it differs"
+    lines = [f"blend         {explanation.answer}", f"full prefill  {explanation.full_answer}  ({same})", ""]
+    for number, segment in _numbered(explanation):
+        missed = ["not in the store"] if segment.chunk is not None and not segment.chunk.hit else []
+        lines.append(f"{_shorten(_title(segment, number)):<36}{', '.join([*missed, *_facts(segment)])}")
+    return [*lines, "", explanation.report.summary()]

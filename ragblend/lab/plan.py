@@ -1,0 +1,166 @@
+"""Which storage is the cheapest that adds no delay: the second question of CacheBlend, section 5.1.
+
+Pure arithmetic on a measured MachineProfile. Read `plan` first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragblend.engine.tuning.loading_controller import MachineProfile, check_speed, largest_hidden_ratio
+from ragblend.errors import UsageError
+
+GB = 10**9  # what devices are sold in
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where KV could be kept."""
+
+    name: str
+    bytes_per_s: float
+    usd_per_gb_month: float
+
+    def __post_init__(self) -> None:
+        check_speed(self.name, self.bytes_per_s)
+        if not (math.isfinite(self.usd_per_gb_month) and self.usd_per_gb_month >= 0):
+            raise UsageError(f"storage {self.name} costs {self.usd_per_gb_month} USD per GB and month; give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """What the store is to hold and answer: prompts of `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
+
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = 0.15
+    usd_per_hour: float | None = None  # of the machine that prefills
+    probes_before_selection: bool = (
+        False  # the rule first asks in most layers: next to no loading hides behind recompute
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_chunks", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if not 0 <= self.ratio <= 1:
+            raise UsageError(f"ratio is {self.ratio}; choose 0 to 1")
+        if self.question_tokens < 0 or (self.usd_per_hour is not None and self.usd_per_hour <= 0):
+            raise UsageError("a question has 0 tokens or more, and an hour of the machine costs more than 0 USD")
+
+    @property
+    def num_stored(self) -> int:
+        """Chunk tokens of one prompt."""
+        return self.num_chunks * self.chunk_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one prompt."""
+        return self.num_stored + self.question_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEstimate:
+    """One storage: what it costs and does to the time to first token. Times are estimates, in seconds."""
+
+    storage: str
+    load_s: float  # T_load of one prompt's chunks
+    recompute_s: float  # T_recompute at the ratio asked for
+    ttft_s: float  # both, in the pipeline
+    adds_delay: bool  # loading takes longer than recomputing; where it does not run beside it, more than a tenth
+    hidden_ratio: float  # so much can be recomputed behind loading; at least the ratio asked for
+    pays: bool  # it is faster than full prefill
+    gb_per_1000_chunks: float
+    usd_per_1000_chunks_month: float
+    saved_s: float  # per prompt, against full prefill; below 0 where it does not pay
+    reuses_to_repay: int | None  # uses of a chunk until the time of precomputing it is saved; None: never
+    reuses_per_month: float | None  # uses of a chunk per month that pay its storage; None: never, or no hourly price
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlan:
+    """Every storage, cheapest first, and the cheapest that adds no delay; None where each of them does."""
+
+    need: WorkloadSpec
+    full_s: float  # full prefill of one prompt
+    options: tuple[StorageEstimate, ...]
+    chosen: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return asdict(self)
+
+
+SLIGHT = 0.1
+"""Loading that no recompute hides counts as a delay from this share of it on: in the pipeline, loading that takes as
+long as recomputing costs as much (docs/loading.md)."""
+
+
+def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
+    """The paper's second question: the cheapest storage from which blending `need` is as fast as from memory."""
+    names = [storage.name for storage in storages]
+    if not storages or len(set(names)) < len(names):
+        raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
+    ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
+    options = tuple(estimate_storage(profile, storage, need) for storage in ordered)
+    chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
+    return StoragePlan(need, profile.full_s(need.num_tokens), options, chosen)
+
+
+def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSpec) -> StorageEstimate:
+    """What one storage costs, and what it does to prompts of that kind."""
+    full_s = profile.full_s(need.num_tokens)
+    load_s = profile.load_s(storage.bytes_per_s, need.num_stored)
+    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.probes_before_selection)
+    chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
+    saved_per_chunk_s = saved_s / need.num_chunks
+    pays = saved_s > 0
+    month_usd = chunk_gb * storage.usd_per_gb_month
+    return StorageEstimate(
+        storage=storage.name,
+        load_s=load_s,
+        recompute_s=recompute_s,
+        ttft_s=full_s - saved_s,
+        adds_delay=load_s > recompute_s * (SLIGHT if need.probes_before_selection else 1.0) or not profile.overlaps,
+        hidden_ratio=largest_hidden_ratio(
+            need.ratio, profile.hiding_s(load_s, need.probes_before_selection), full_s, profile.shares
+        ),
+        pays=pays,
+        gb_per_1000_chunks=1000 * chunk_gb,
+        usd_per_1000_chunks_month=1000 * month_usd,
+        saved_s=saved_s,
+        reuses_to_repay=math.ceil(profile.full_s(need.chunk_tokens) / saved_per_chunk_s) if pays else None,
+        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * need.usd_per_hour)
+        if pays and need.usd_per_hour
+        else None,
+    )
+
+
+def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
+    """A storage from `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed it is the one measured for the tier NAME.
+
+    >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
+    (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)
+    """
+    name, *numbers = text.split(":")
+    try:
+        speed_text, price_text = numbers
+        if not speed_text and name not in measured:
+            known = ", ".join(measured) or "none"
+            raise UsageError(
+                f"storage {name!r} has no speed, and no tier of that name was measured (measured: {known})"
+            )
+        speed = float(speed_text) * GB if speed_text else measured[name]
+        return Storage(name, speed, float(price_text))
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{text!r} is not a storage; write NAME:GB_PER_S:USD_PER_GB_MONTH, such as ssd:2.5:0.08, or disk::0.08 for "
+            "the speed that was measured"
+        ) from error

@@ -1,0 +1,336 @@
+"""Measure what the loading controller needs to know of a model on this machine: `ragblend profile`.
+
+Full prefill at several lengths, blending at several ratios from memory, and what each tier reads, on either engine.
+Read `measure_machine`. The chunks are random token ids, and nothing of them stays in the store.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ragblend.config import Settings
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.generation import EngineRequest
+from ragblend.engine.load import load_engine
+from ragblend.engine.report import Mode
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV, load_into_memory
+from ragblend.engine.store.open import GIB
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.engine.tuning.machine import (
+    drop_page_cache,
+    machine_facts,
+    profile_path,
+    read_machine_profile,
+    serving_facts,
+)
+from ragblend.engine.vllm.base_engine import VllmRequest, blend_params
+from ragblend.engine.vllm.engine import VllmEngine
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.options import GenerationOptions
+from ragblend.prompt.prompt import Segment, TokenizedPrompt
+
+ProgressCallback = Callable[[str], None]
+Ids = tuple[int, ...]
+
+RATIOS = (0.0, DEFAULT_RATIO, 0.5, 1.0)
+QUESTION_TOKENS = 32
+
+_REMOTE_TIMEOUT_S = 60.0
+_PREFIX_TOKENS = 1024  # room for the system text that chunks are computed behind
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileConfig:
+    """What to measure on: prompts of up to `num_chunks` chunks of `chunk_tokens` tokens, each timed `repeats` times."""
+
+    num_chunks: int = 6
+    chunk_tokens: int = 512
+    repeats: int = 3
+    ratios: tuple[float, ...] = RATIOS
+    rule: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("num_chunks", "chunk_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Chunks per prompt at which full prefill is timed: one, half of them, all."""
+        return tuple(sorted({1, (self.num_chunks + 1) // 2, self.num_chunks}))
+
+
+def measure_machine(
+    engine: TransformersEngine | VllmEngine,
+    effort: ProfileConfig = ProfileConfig(),
+    *,
+    directory: Path | None = None,
+    remote: RemoteStore | None = None,
+    notify: ProgressCallback = lambda line: None,
+) -> MachineProfile:
+    """Time `engine`'s model, the disk that holds `directory` and `remote`; tiers that are not given are left out.
+
+    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Medians; modes take turns, so
+    that a machine that gets slower slows them alike. Raises UsageError for prompts beyond the model's context,
+    BackendUnreachableError for a remote that does not take or give the chunks.
+    """
+    with closing(_VllmSubject(engine) if isinstance(engine, VllmEngine) else _TransformersSubject(engine)) as subject:
+        chunks, prompts = _make_prompts(effort, subject.vocab_size, engine.default_prefix_ids)
+        longest = prompts[-1]
+        if longest.num_tokens >= engine.context_length:
+            raise UsageError(
+                f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {longest.num_tokens}, "
+                f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--chunks, --chunk-tokens)"
+            )
+        notify(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
+        for chunk in chunks:
+            subject.precompute(chunk)
+        notify("timing full prefill and blending")
+        full_s, blend_s = _measure_times(subject, prompts, effort)
+        stored = subject.stored()
+        speeds: dict[str, float] = {}
+        if directory is not None:
+            notify(f"reading from the disk of {directory}")
+            speeds["disk"] = statistics.median(measure_disk_speed(directory, stored) for _ in range(effort.repeats))
+        if remote is not None:
+            notify(f"reading from {remote.values.url}")
+            speeds["remote"] = measure_remote_speed(remote, stored)
+        return MachineProfile(
+            fingerprint=engine.fingerprint,
+            hardware=subject.hardware,
+            num_layers=subject.num_layers,
+            bytes_per_token=engine.bytes_per_token,
+            prefill_s=tuple(full_s.items()),
+            shares=tuple((ratio, seconds / full_s[longest.num_tokens]) for ratio, seconds in blend_s.items()),
+            bytes_per_s=speeds,
+        )
+
+
+def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[TokenizedPrompt]]:
+    """Random chunks, and prompts of the first few of them, by `effort.lengths`; the last one has all."""
+    draw = random.Random(0)
+    chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
+    question = _ids(draw, QUESTION_TOKENS, vocab_size)
+    prompts = []
+    for count in effort.lengths:
+        segments = [Segment("prefix", prefix, 0)] if prefix else []
+        for chunk in chunks[:count]:
+            segments.append(Segment("chunk", chunk, segments[-1].end if segments else 0))
+        prompts.append(TokenizedPrompt((*segments, Segment("suffix", question, segments[-1].end))))
+    return chunks, prompts
+
+
+def _measure_times(
+    subject: _TransformersSubject | _VllmSubject, prompts: Sequence[TokenizedPrompt], effort: ProfileConfig
+) -> tuple[dict[float, float], dict[float, float]]:
+    """Median seconds of full prefill by prompt tokens, and of blending the longest prompt, the last, by ratio."""
+    longest = prompts[-1]
+    subject.prefill_s(longest, "full", effort.rule, 1.0)  # warm-up
+    subject.prefill_s(longest, "blend", effort.rule, DEFAULT_RATIO)
+    full, blend = [], []
+    for _ in range(effort.repeats):
+        full.append([subject.prefill_s(prompt, "full", effort.rule, 1.0) for prompt in prompts])
+        blend.append([subject.prefill_s(longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
+    full_s, blend_s = (map(statistics.median, zip(*taken, strict=True)) for taken in (full, blend))
+    lengths = (prompt.num_tokens for prompt in prompts)
+    return dict(zip(lengths, full_s, strict=True)), dict(zip(effort.ratios, blend_s, strict=True))
+
+
+class _TransformersSubject:
+    """An engine that shares the model, but keeps its KV in a memory tier of its own. Closing it leaves nothing."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._layers = engine.layers
+        self._engine = TransformersEngine(
+            engine.layers,
+            engine.segmenter,
+            MemoryStore(1 << 50),
+            name=engine.name,
+            fingerprint=f"profile-{secrets.token_hex(8)}",  # so that no store takes it for anything else
+            system=engine.system,
+            on_miss="inline",
+            check=False,
+        )
+        self.num_layers: int = engine.layers.num_layers
+        self.vocab_size: int = engine.layers.config.vocab_size
+        self.hardware = machine_facts(engine.layers.device)
+
+    def precompute(self, chunk: Ids) -> None:
+        self._engine.precompute_ids(chunk)
+
+    def stored(self) -> list[MemoryKV]:
+        store = self._engine.store
+        return [load_into_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
+
+    def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
+        """Seconds until the prompt's first logits."""
+        request = EngineRequest(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
+        start_s = perf_counter()
+        prefilled = self._engine.prefill(request)
+        if prefilled.logits.device.type == "cuda":
+            torch.cuda.synchronize(prefilled.logits.device)
+        return perf_counter() - start_s
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class _VllmSubject:
+    """vLLM in this process, through its scheduler and its connector, as requests go. Closing it deletes the chunks."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        model = engine.vllm_config.model_config
+        self.num_layers = int(model.hf_text_config.num_hidden_layers)
+        self.vocab_size = int(model.get_vocab_size())
+        self.hardware = engine.hardware
+        self._chunks: list[Ids] = []
+
+    def precompute(self, chunk: Ids) -> None:
+        self._chunks.append(chunk)
+        self._engine.precompute_ids(chunk)
+
+    def _keys(self) -> list[str]:
+        return [self._engine.key_of(chunk) for chunk in self._chunks]
+
+    def stored(self) -> list[MemoryKV]:
+        return [load_into_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
+
+    def prefill_s(self, prompt: TokenizedPrompt, mode: Mode, rule: str, ratio: float) -> float:
+        """Seconds until the first token has been sampled."""
+        params = blend_params(prompt, mode, rule, ratio, self._engine.namespace)
+        num_hits = 0
+        start_s = perf_counter()
+        for delta in self._engine.deltas(VllmRequest(prompt, params, GenerationOptions(max_tokens=1))):
+            num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
+        seconds = perf_counter() - start_s
+        if mode == "blend" and num_hits < len(params.spans):
+            raise RagblendError(
+                f"vLLM blended {num_hits} of {len(params.spans)} chunks, so its time says nothing; look at its log"
+            )
+        return seconds
+
+    def close(self) -> None:
+        for key in self._keys():
+            self._engine.store.delete(key)
+
+
+@contextmanager
+def open_vllm_for_profile(
+    settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
+) -> Iterator[VllmEngine]:
+    """vLLM in this process, as the settings say, over an empty store beside theirs whose memory tier holds the chunks.
+
+    `vllm_options` are vLLM's own; its context is no longer than the prompts need unless they say otherwise.
+    """
+    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code)
+    num_tokens = effort.num_chunks * effort.chunk_tokens
+    length = min(checkpoint.context_length, num_tokens + QUESTION_TOKENS + _PREFIX_TOKENS)
+    directory = Path(settings.store)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch,
+        load_engine(
+            settings.model,
+            scratch,
+            backend="vllm",
+            dtype=settings.dtype,
+            device=settings.device,
+            system=settings.system,
+            on_miss="inline",
+            trust_remote_code=settings.trust_remote_code,
+            vllm_options={"max_model_len": length, **(vllm_options or {})},
+            memory_gib=1 + 2 * num_tokens * checkpoint.bytes_per_token / GIB,
+        ) as engine,
+    ):
+        assert isinstance(engine, VllmEngine)
+        yield engine
+
+
+def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
+    """Bytes per second that a DiskStore on the disk of `directory` reads, none of it from the page cache."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch:
+        disk = DiskStore(scratch)
+        for kv in chunks:
+            disk.put(kv)
+        drop_page_cache(Path(scratch).rglob("*.safetensors"))
+        return measure_read_speed(disk, [kv.header.key for kv in chunks])
+
+
+def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
+    """Bytes per second that `remote` sends, a request's chunks side by side; they are deleted there again.
+
+    Measured once: what has just arrived is kept for a moment.
+    """
+    keys = [kv.header.key for kv in chunks]
+    for kv in chunks:
+        remote.put(kv)
+    try:
+        if not remote.flush(_REMOTE_TIMEOUT_S):
+            raise BackendUnreachableError(
+                f"{remote.values.url} did not take {len(keys)} chunks in {_REMOTE_TIMEOUT_S:.0f} s"
+            )
+        start_s = perf_counter()
+        remote.start_fetches(keys)
+        measure_read_speed(remote, keys)
+        return sum(kv.nbytes for kv in chunks) / (perf_counter() - start_s)
+    finally:
+        for key in keys:
+            remote.delete(key)
+
+
+def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
+    """Bytes per second from asking for the keys until every layer of all has been read, as a request reads them."""
+    start_s = perf_counter()
+    found = [kv for key in keys if (kv := tier.get(key)) is not None]
+    if len(found) < len(keys):
+        raise BackendUnreachableError(f"a chunk that was just written is not in {type(tier).__name__}; see the log")
+    for layer in range(found[0].header.num_layers):
+        for kv in found:
+            kv.layer(layer)
+    return sum(kv.nbytes for kv in found) / (perf_counter() - start_s)
+
+
+def find_profile(settings: Settings, vllm_options: Mapping[str, Any] | None = None) -> MachineProfile:
+    """What `ragblend profile` measured for the settings' model, store and backend on this machine. Loads no weights.
+
+    Raises NotFoundError, with the command to type, where nothing was measured.
+    """
+    checkpoint = find_checkpoint(settings.model, settings.dtype, settings.trust_remote_code, settings.device)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware, backend = machine_facts(device), ""
+    if settings.backend == "vllm":
+        ranks = int((vllm_options or {}).get("tensor_parallel_size", 1))
+        hardware, backend = serving_facts(hardware["gpu"], ranks), " --backend vllm"
+    found = read_machine_profile(Path(settings.store), checkpoint.fingerprint, hardware)
+    if found is None:
+        where = profile_path(Path(settings.store), checkpoint.fingerprint, hardware)
+        raise NotFoundError(
+            f"nothing was measured for {settings.model} ({checkpoint.dtype}) on this machine: no {where}. Measure it: "
+            f"ragblend profile --model {settings.model} --store {settings.store}{backend}"
+        )
+    return found
+
+
+def _ids(draw: random.Random, count: int, vocabulary: int) -> Ids:
+    return tuple(draw.randrange(vocabulary) for _ in range(count))

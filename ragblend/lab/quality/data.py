@@ -1,0 +1,188 @@
+"""Questions, their gold answers and the passages they are asked over: from a file, the checkout, or the sample corpus.
+
+A file is a JSON array or JSON lines of objects with
+
+- `question`, `answers` (or `answer`) and `passages` or `ctxs`, texts or objects with `text`; or a single `text`, the
+  passage that answers it, among which distractors are drawn from the other records (NQ-open);
+- LongBench's `input`, `context` and `answers` (2WikiMQA, SAMSum, MultiNews): "Passage 1:" and the like open passages;
+  without an `input` a summary is asked for, of the passages in their order.
+
+Which questions may choose and which are reported is fixed by a hash of the question. Read `load_cases` first.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import ragblend
+from ragblend.chunker import split
+from ragblend.corpus.documents import Document
+from ragblend.corpus.embedders import Embedder
+from ragblend.demo.corpus import sample_corpus
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import CorruptError, NotFoundError
+from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.quality.cases import QaCase, get_dataset_split
+from ragblend.prompt.prompt import Chunk, Part, SegmentedPrompt, as_chunk
+
+SUMMARIZE = "Write a summary of all the passages."
+NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
+"""Data sets of the checkout's data/questions, which the wheel does not have."""
+
+NUM_DISTRACTORS = 9
+_PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
+
+
+def load_cases(config: QualityConfig) -> list[QaCase]:
+    """The first `num_questions` cases of the part. Raises NotFoundError without data, CorruptError for what is none."""
+    if config.data == "demo":
+        return demo_cases(config)
+    every = read_cases(find_data(config.data))
+    return [case for case in every if _is_in_split(case.question, config.part)][: config.num_questions]
+
+
+def find_data(name: str) -> Path:
+    """The file: a named data set's in this folder or beside the package, or the one given."""
+    if name not in NAMED_DATASETS:
+        if not Path(name).is_file():
+            raise NotFoundError(f"no data at {name}; give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo")
+        return Path(name)
+    place = Path("data/questions") / NAMED_DATASETS[name]
+    for root in (Path(), Path(ragblend.__file__).parents[1]):
+        if (root / place).is_file():
+            return root / place
+    raise NotFoundError(
+        f"no {place} here: data set {name!r} comes with the checkout of ragblend, not with its wheel; "
+        f"run in a checkout, or give the file's place: --data PATH/{NAMED_DATASETS[name]}"
+    )
+
+
+def read_cases(path: Path) -> list[QaCase]:
+    """The cases of a file, in its order."""
+    text = path.read_text()
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise CorruptError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
+    cases = []
+    for number, record in enumerate(records, start=1):
+        try:
+            cases.append(_case_of(record, records))
+        except (KeyError, TypeError, AttributeError, StopIteration) as error:
+            raise CorruptError(
+                f"{path}, record {number}, is no question with answers and passages ({error!r}); "
+                "wanted: question, answers, passages; or LongBench's input, context, answers"
+            ) from error
+    return cases
+
+
+def _case_of(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> QaCase:
+    question = record["question"] if "question" in record else record["input"]
+    answers = record["answers"] if "answers" in record else record["answer"]
+    answers = (answers,) if isinstance(answers, str) else tuple(answers)
+    next(answer for answer in answers if answer.strip())  # without one there is nothing to compare
+    if "context" in record:
+        passages = tuple(text for piece in _PASSAGE.split(record["context"]) if (text := piece.strip()))
+    elif "text" in record:
+        passages = _with_distractors(record, answers, others)
+    else:
+        given = record["passages"] if "passages" in record else record["ctxs"]
+        passages = tuple(each if isinstance(each, str) else each["text"] for each in given)
+    kind = str(record.get("kind", record.get("dataset", "")))
+    if not question.strip():
+        return QaCase(SUMMARIZE, answers, passages, kind, "document", "You will read several passages.")
+    return QaCase(question, answers, passages, kind, "score")
+
+
+def _with_distractors(
+    record: Mapping[str, Any], answers: Sequence[str], others: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """The record's passage among those of other records that hold none of the answers: the same at every call."""
+    draw = random.Random(record["question"])
+    texts = [each["text"] for each in draw.sample(others, len(others)) if each is not record]
+    lacking = (text for text in texts if not any(answer.lower() in text.lower() for answer in answers))
+    passages = [record["text"], *islice(lacking, NUM_DISTRACTORS)]
+    draw.shuffle(passages)
+    return tuple(passages)
+
+
+def demo_cases(config: QualityConfig) -> list[QaCase]:
+    """The sample corpus' questions over the paragraphs that answer them and others, kinds in turn: an illustration.
+
+    Paragraphs come in pairs, the second of which goes on about the first, and stay together.
+    """
+    corpus = sample_corpus()
+    chunks = [chunk for record in corpus.records for chunk in record.chunks]
+    made: dict[str, list[QaCase]] = {}
+    for asked in corpus.questions:
+        pairs = sorted({place // 2 for place in corpus.gold_chunks(asked)})
+        others = [pair for pair in range(len(chunks) // 2) if pair not in pairs]
+        if not pairs or 2 * len(pairs) > config.num_chunks or not _is_in_split(asked.text, config.part):
+            continue
+        draw = random.Random(asked.text)
+        pairs += draw.sample(others, config.num_chunks // 2 - len(pairs))
+        draw.shuffle(pairs)
+        texts = tuple(chunks[place] for pair in pairs for place in (2 * pair, 2 * pair + 1))
+        made.setdefault(asked.kind, []).append(QaCase(asked.text, (asked.answer,), texts, asked.kind, system=None))
+    turns = (case for row in zip_longest(*made.values()) for case in row if case is not None)
+    return list(islice(turns, config.num_questions))
+
+
+def _is_in_split(question: str, part: str) -> bool:
+    return part in ("all", get_dataset_split(question))
+
+
+def stored_chunks(prompt: SegmentedPrompt, context: str, near: SimilarPassages | None) -> list[Part]:
+    """What a store in `context` holds of the prompt's chunks."""
+    texts = [as_chunk(chunk).text for chunk in prompt.chunks]
+    if context == "none":
+        return [Chunk(text, context="none") for text in texts]
+    assert near is not None
+    similar = [Chunk(text, context="similar", context_texts=near.context_texts(text)) for text in texts]
+    alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.context_texts)])
+    return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.context_texts)]
+
+
+class SimilarPassages:
+    """The chunks of all cases, and for each the ones most similar to it, as an index of them would find."""
+
+    def __init__(
+        self, cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+    ) -> None:
+        self._texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
+        self._vectors = embedder.embed(self._texts)
+        self._place_of = {text: place for place, text in enumerate(self._texts)}
+
+    def context_texts(self, text: str) -> tuple[str, ...]:
+        """The texts that its similar version is computed behind, the nearest last."""
+        order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
+        return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
+
+
+def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) -> list[str]:
+    if case.order == "given":
+        return list(case.passages)
+    count, size = engine.segmenter.count_tokens, config.chunk_tokens
+    documents = [Document(text, str(number)) for number, text in enumerate(case.passages)]
+    return [chunk.text for document in documents for chunk in split(document, count, size)]
+
+
+def build_prompt(
+    case: QaCase, engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+) -> SegmentedPrompt:
+    """The case as `ragblend ask` would ask it."""
+    chunks = _chunks_of(case, engine, config)
+    if case.order == "score":
+        embed_query = getattr(embedder, "embed_query", None)
+        asked = embed_query(case.question) if embed_query else embedder.embed([case.question])[0]
+        nearness = embedder.embed(chunks) @ asked
+        chunks = [chunks[place] for place in (-nearness).argsort()]
+    return SegmentedPrompt(list(chunks[: config.num_chunks]), case.question, case.system)

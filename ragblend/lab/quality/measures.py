@@ -1,0 +1,202 @@
+"""One prompt answered in one way, and how far that is from full prefill: in nats, in tokens and in words.
+
+An answer is read over any two KVs of the same prompt, so that modes can be compared token by token, whatever they would
+have answered themselves. Knows engines and tensors; nothing of data sets and tables. Read `generate_answer` and
+`score_tokens` first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.generation import EngineRequest, PrefillResult
+from ragblend.engine.report import BlendReport, Mode
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.options import ContextPolicy
+from ragblend.prompt.prompt import TokenizedPrompt
+
+
+class Configuration(NamedTuple):
+    """How to answer: in a mode of the engine. `rule` is "none" except for blend. `context`: what the chunks are stored
+    in."""
+
+    mode: Mode
+    rule: str
+    ratio: float
+    context: ContextPolicy = "none"
+
+
+FULL = Configuration("full", "none", 1.0)
+PREFIX = Configuration("prefix", "none", 0.0)
+REUSE = Configuration("reuse", "none", 0.0)
+
+
+class Answer(NamedTuple):
+    """A greedy answer. `log_probs` [vocabulary] float64, natural logarithm, of its first token; `ended`: by itself.
+
+    `token_ids` include the one that ended it. `fused` is the KV it was decoded from."""
+
+    text: str
+    ended: bool
+    log_probs: Tensor
+    report: BlendReport
+    token_ids: tuple[int, ...]
+    fused: FusedKV
+    ttft_s: float = 0.0  # lookup + load + fuse + first token
+
+
+def prefill(
+    engine: TransformersEngine, request: EngineRequest, configuration: Configuration
+) -> tuple[PrefillResult, float]:
+    """The prompt's KV in this configuration, and the seconds it took. Chunks to be found must be stored."""
+    rule = "auto" if configuration.rule == "none" else configuration.rule
+    start_s = perf_counter()
+    prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
+    return prefilled, perf_counter() - start_s
+
+
+def generate_answer(engine: TransformersEngine, request: EngineRequest, configuration: Configuration) -> Answer:
+    """One prefill and the few greedy steps of the answer."""
+    return decode_answer(engine, request, *prefill(engine, request, configuration))
+
+
+def answer_and_score(
+    engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
+) -> tuple[Answer, Tensor]:
+    """What the configuration answers, and `full`'s answer read over its KV (see `score_tokens`)."""
+    prefilled, ttft_s = prefill(engine, request, configuration)
+    seen = score_tokens(engine, request.prompt, prefilled.fused, full.token_ids)
+    # Where every token of that answer is the most likely one, greedy decoding would give just it.
+    if seen.argmax(-1).tolist() != [*full.token_ids]:
+        return decode_answer(engine, request, prefilled, ttft_s), seen
+    log_probs = prefilled.logits.double().log_softmax(-1)
+    return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused, ttft_s=ttft_s), seen
+
+
+def decode_answer(
+    engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
+) -> Answer:
+    """The greedy answer from there on."""
+    ends, logits, token_ids = engine.stop_ids(), prefilled.logits, list[int]()
+    while True:
+        token_ids.append(int(logits.argmax()))
+        ended = token_ids[-1] in ends
+        if ended or len(token_ids) == request.options.max_tokens:
+            break
+        logits = engine.decode_step(token_ids[-1:], prefilled.fused)
+    text = engine.segmenter.decode(token_ids[:-1] if ended else token_ids)
+    log_probs = prefilled.logits.double().log_softmax(-1)
+    return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s)
+
+
+@torch.inference_mode()
+def score_tokens(
+    engine: TransformersEngine, prompt: TokenizedPrompt, fused: FusedKV, answer_ids: Sequence[int]
+) -> Tensor:
+    """Log-probabilities [A, vocabulary] float64 of what stands where `answer_ids` has its A tokens, each read after
+    those before it.
+
+    Runs the tokens after the last chunk, and `answer_ids` but the last, over `fused`, which keeps their rows. Over the
+    KV that a blend left, the question's rows come out as they did there: they always run through all layers.
+    """
+    layers, chunks = engine.layers, prompt.chunk_segments
+    start = chunks[-1].end if chunks else 0
+    ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
+    rows = torch.arange(start, start + len(ids), device=layers.device)
+    hidden = layers.embed(torch.tensor(ids, device=layers.device))
+    for layer in range(layers.num_layers):
+        hidden = layers.run_layer(layer, hidden, rows, fused)
+    return layers.logits(hidden[prompt.num_tokens - start - 1 :]).double().log_softmax(-1)
+
+
+class FidelityScore(NamedTuple):
+    """How far a reading is from full prefill's. `kl` is KL(full || this) in nats, mean over the answer's tokens."""
+
+    kl: float
+    agreement: float  # share of the answer's tokens whose most likely token is the same
+
+
+def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
+    """Of two readings [A, vocabulary] of the same answer."""
+    divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
+    return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> float:
+    """KL(p || q) in nats of log probabilities [V]; never below 0 by rounding.
+
+    >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
+    >>> round(kl(halves, quarters), 4), kl(halves, halves)
+    (0.1438, 0.0)
+    """
+    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
+
+
+def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
+    """Nats per token of `token_ids` [A] under a reading [A, vocabulary] of them."""
+    return -float(log_probs[torch.arange(len(token_ids)), torch.tensor(token_ids)].mean())
+
+
+# -- words
+
+
+def normalize_answer(text: str) -> str:
+    """As SQuAD compares answers: lower case, no punctuation, no articles, single blanks.
+
+    >>> normalised("The  Beatles' (first) album.")
+    'beatles first album'
+    """
+    bare = re.sub(r"[^\w\s]", "", text.lower())
+    return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
+
+
+def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
+    """The highest `measure` of the answer against any of the gold ones; None where there is none of it."""
+    scores = [score for gold in golds if (score := measure(found, gold)) is not None]
+    return max(scores, default=None)
+
+
+def exact_match(found: str, gold: str) -> float:
+    """1.0 where both are the same once normalised, else 0.0."""
+    return float(normalize_answer(found) == normalize_answer(gold))
+
+
+def answer_f1(found: str, gold: str) -> float:
+    """`token_f1` of the normalised texts: SQuAD's F1."""
+    return token_f1(normalize_answer(found), normalize_answer(gold))
+
+
+def token_f1(found: str, gold: str) -> float:
+    """Harmonic mean of precision and recall of the words: case ignored, repeats counted.
+
+    >>> token_f1("the red house", "red house"), token_f1("", "red house"), token_f1("Red", "red")
+    (0.8, 0.0, 1.0)
+    """
+    mine, theirs = found.lower().split(), gold.lower().split()
+    shared = sum((Counter(mine) & Counter(theirs)).values())
+    return 2 * shared / (len(mine) + len(theirs)) if shared else 0.0
+
+
+def rouge_l(found: str, gold: str) -> float | None:
+    """ROUGE-L F-measure; None where `rouge-score` is not installed."""
+    scorer = _rouge_scorer()
+    return None if scorer is None else float(scorer.score(gold, found)["rougeL"].fmeasure)
+
+
+@cache
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        return None
+    return RougeScorer(["rougeL"])

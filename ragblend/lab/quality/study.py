@@ -1,0 +1,363 @@
+"""How close an answer from fused KV is to full prefill's, and how good: any transformers model, real questions.
+
+Each question becomes the prompt that `ragblend ask` would send. It is prefilled in full and fused in every
+configuration, its chunks stored for it alone, in memory. Measured are KL(full || this) of the first token and of full
+prefill's greedy answer, read token after token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy
+answer; and the time to first token. Nothing is sampled: but for times, a run repeats to the bit on one machine. Read
+`run_quality` and `measure` first.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragblend.corpus.embedders import default_embedder, load_embedder
+from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.generation import EngineRequest
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.intervals import mean_interval
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.output import BenchResult, run_benchmark
+from ragblend.lab.bench.common.plots import plot_quality
+from ragblend.lab.bench.common.shapes import find_dtype
+from ragblend.lab.quality.cases import QaCase
+from ragblend.lab.quality.data import SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.measures import (
+    FULL,
+    PREFIX,
+    REUSE,
+    Answer,
+    Configuration,
+    answer_and_score,
+    answer_f1,
+    best_score,
+    exact_match,
+    generate_answer,
+    kl,
+    loss,
+    rouge_l,
+    score_fidelity,
+    score_tokens,
+)
+from ragblend.options import ContextPolicy
+from ragblend.prompt.prompt import Part, SegmentedPrompt, TokenizedPrompt
+
+BASE = Configuration("blend", "cacheblend", 0.15)
+"""What the others are compared with, question by question, where it is run: the paper's rule at the paper's ratio, over
+chunks that are stored as the paper stores them, or in the first context that is run."""
+
+PAPER_RULES = ("cacheblend", "cacheblend_k")
+"""What a run is compared with at its own ratio in its own context, too: CacheBlend's rule and LMCache's."""
+
+MIN_SHOWN = 5  # questions of a kind that a table has a block for: means of fewer say little
+_STORE_BYTES = 1 << 33  # one prompt's chunks
+
+
+class QualityRecord(NamedTuple):
+    """One question in one configuration; NaN where a measure says nothing. KL and loss in nats."""
+
+    first_token_kl: float  # KL(full || this)
+    answer_kl: float  # the same, mean over the tokens of full prefill's answer
+    agreement: float  # share of those tokens that are the most likely ones here, too
+    gold_loss: float  # per token of the first gold answer
+    token_f1: float  # of the greedy answer, with the best of the gold ones; as SQuAD normalises
+    exact_match: float
+    rouge_l: float
+    charged_budget: float
+    charged_budget_32: float
+    ttft_s: float
+
+
+MEASURES = ("first_token_kl", "answer_kl", "gold_loss", "token_f1")
+"""With intervals, and compared question by question."""
+
+RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
+"""Where full reuse may lose what blending wins back, and the sign of a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityResult(BenchResult):
+    """What `bench quality` found."""
+
+    fingerprint: str
+    num_layers: int
+    embedder: str
+    num_questions: int
+    prompt_tokens: float  # mean
+    base: dict[str, Any]  # what the runs are compared with
+    runs: list[dict[str, Any]]  # of `summarize`
+
+
+def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
+    """What each question is asked in: full prefill always, as all else is compared with it."""
+    names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
+    chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
+    if "blend" in config.modes:
+        chosen += [Configuration("blend", name, ratio) for name in names for ratio in config.ratios]
+    stored = [each._replace(context=name) for name in config.contexts for each in chosen]
+    return list(dict.fromkeys([FULL, *stored]))
+
+
+Also = Callable[[TransformersEngine, SegmentedPrompt, QaCase], Mapping[Configuration, QualityRecord]]
+
+
+def run_quality(
+    config: QualityConfig, progress: Callable[[str], None] | None = None, also: Also | None = None
+) -> QualityResult:
+    """Measure `config`. `progress` is told how far it is. `also`: what is measured of each prompt besides."""
+    notify = progress or (lambda line: None)
+    notify(f"loading {config.model}")
+    dtype = dtype_name(find_dtype(config.dtype))
+    with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
+        assert isinstance(base, TransformersEngine)
+        embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
+        cases = load_cases(config)
+        near = SimilarPassages(cases, base, embedder, config) if "similar" in config.contexts else None
+        chosen = configurations(config, base.layers.num_layers)
+        records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
+        lengths = []
+        for number, case in enumerate(cases, start=1):
+            notify(f"question {number} of {len(cases)}")
+            prompt = build_prompt(case, base, embedder, config)
+            stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
+            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
+            lengths.append(num_tokens)
+            for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
+                records.setdefault(each, []).append(record)
+            gc.collect()  # the question's engines are cycles; nobody else counts the gigabytes that they hold
+        return QualityResult(
+            config,
+            base.name,
+            hardware_card(base.layers.device),
+            base.fingerprint,
+            base.layers.num_layers,
+            embedder.name,
+            len(cases),
+            float(np.mean(lengths)),
+            BASE._asdict(),
+            summarize(records, [case.kind for case in cases]),
+        )
+
+
+def measure(
+    base: TransformersEngine,
+    prompt: SegmentedPrompt,
+    case: QaCase,
+    chosen: Sequence[Configuration],
+    answer_tokens: int,
+    stored: Mapping[ContextPolicy, Sequence[Part]],
+) -> tuple[dict[Configuration, QualityRecord], int]:
+    """One prompt in every configuration beside its full prefill, and its tokens.
+
+    stored: by context, the versions of its chunks that are in the store.
+    """
+    engine = engine_for(base, case, "none")
+    expected = expect(engine, prompt, case, answer_tokens)
+    request, full = expected.request, expected.full
+    records = {FULL: expected.record(engine, full, expected.reading, request.prompt)}
+    for context, chunks in stored.items():
+        engine = engine_for(base, case, context)
+        for chunk in chunks:
+            engine.precompute(chunk)
+        for each in chosen:
+            if each != FULL and each.context == context:
+                found, seen = answer_and_score(engine, request, each, full)
+                records[each] = expected.record(engine, found, seen, request.prompt)
+    return records, request.prompt.num_tokens
+
+
+class Expected(NamedTuple):
+    """What full prefill makes of a prompt: everything else is compared with it."""
+
+    case: QaCase
+    request: EngineRequest
+    full: Answer
+    reading: Tensor  # of that answer, over its own KV
+    gold_ids: Sequence[int]
+
+    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: TokenizedPrompt) -> QualityRecord:
+        """An answer's measures. `seen`: full prefill's answer read over its KV, which is that of the prompt `asked`."""
+        far = score_fidelity(seen, self.reading)
+        f1, match, overlap = (
+            math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
+            for measure in (answer_f1, exact_match, rouge_l)
+        )
+        return QualityRecord(
+            kl(self.full.log_probs, found.log_probs),
+            far.kl,
+            far.agreement,
+            _gold_loss(engine, found, asked, self.gold_ids),
+            f1,
+            match,
+            overlap,
+            found.report.charged_budget,
+            found.report.charged_budget_32,
+            found.ttft_s,
+        )
+
+
+def expect(engine: TransformersEngine, prompt: SegmentedPrompt, case: QaCase, answer_tokens: int) -> Expected:
+    """Prefill `prompt` in full, answer, and read the answer again."""
+    # Rule `random` draws anew for every prompt.
+    seed = zlib.crc32(repr(prompt.messages).encode())
+    request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
+    full = generate_answer(engine, request, FULL)
+    reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
+    # A gold answer may begin with a blank, or not: as full prefill expects it.
+    spellings = [engine.segmenter.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
+    gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
+    return Expected(case, request, full, reading, gold_ids)
+
+
+def _gold_loss(engine: TransformersEngine, found: Answer, asked: TokenizedPrompt, gold_ids: Sequence[int]) -> float:
+    return loss(score_tokens(engine, asked, found.fused, gold_ids), gold_ids)
+
+
+def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
+    """`base` for one case, over an empty store in memory."""
+    return TransformersEngine(
+        base.layers,
+        base.segmenter,
+        MemoryStore(_STORE_BYTES),
+        name=base.name,
+        fingerprint=base.fingerprint,
+        system=case.system,
+        on_miss="inline",
+        check=False,
+        context=context,
+    )
+
+
+# -- means
+
+
+def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """A run per kind of question and configuration, "all" first: means, 95 % intervals, and paired differences."""
+    groups = {"all": list(range(len(kinds)))}
+    if len(set(kinds)) > 1:
+        groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
+    runs = []
+    for kind, places in groups.items():
+        tables = {each: np.array(found)[places] for each, found in records.items()}  # [Q, measures]
+        runs += [_run(each, kind, tables) for each in tables]
+    return runs
+
+
+def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
+    table, base, reuse = tables[configuration], _in_first_context(tables, BASE), _in_first_context(tables, REUSE)
+    equals = {rule: configuration._replace(rule=rule) for rule in PAPER_RULES if configuration.mode == "blend"}
+    equal = {rule: tables[each] for rule, each in equals.items() if each in tables and each != configuration}
+    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
+    for column, name in enumerate(QualityRecord._fields):
+        values = table[:, column]
+        run[name] = None if np.isnan(values).all() else float(np.nanmean(values))
+    run["ttft_s"] = float(np.median(table[:, QualityRecord._fields.index("ttft_s")]))  # the first one warms up
+    for name in MEASURES:
+        column = QualityRecord._fields.index(name)
+        if run[name] is not None:
+            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[:, column]))
+            if base is not None:
+                run[f"{name}_over_base"] = _difference(table, base, column)
+            if equal:
+                run[f"{name}_over_equal"] = {rule: _difference(table, each, column) for rule, each in equal.items()}
+    for name, sign in RECOVERED.items():
+        column = QualityRecord._fields.index(name)
+        if FULL in tables and reuse is not None:
+            full, found = sign * tables[FULL][:, column], sign * table[:, column]
+            run[f"recovered_{name}"] = compute_gap_recovered(full, sign * reuse[:, column], found)
+        else:
+            run[f"recovered_{name}"] = None
+    return run
+
+
+def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
+    """The mean of what each question has over what it has in `other`, and its 95 % interval."""
+    less = _drop_nan(table[:, column] - other[:, column])
+    return [float(less.mean()), *mean_interval(less)]
+
+
+def _in_first_context(
+    tables: Mapping[Configuration, NDArray[np.float64]], configuration: Configuration
+) -> NDArray[np.float64] | None:
+    """Of `configuration` in the first context that was run; None where it was not."""
+    return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
+
+
+def compute_gap_recovered(
+    full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
+) -> float | None:
+    """The share of the gap between full reuse's losses and full prefill's that is closed (PGR); None where full prefill
+    is not certainly better, because the 95 % interval of the paired difference is not above 0.
+
+    >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
+    >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full), recovered(reuse, full, full)
+    (0.75, None, None)
+    """
+    if not len(gap := _drop_nan(reuse - full)):
+        return None
+    return float(_drop_nan(reuse - found).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
+
+
+def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+# -- people
+
+
+def table_lines(result: QualityResult) -> list[str]:
+    """A line per configuration and kind of question."""
+    config = result.config
+    lines = [
+        f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
+        f"{result.num_questions} questions, {result.prompt_tokens:.0f} tokens in {config.num_chunks} chunks; "
+        "KL and loss in nats with 95 % intervals"
+    ]
+    runs = [run for run in result.runs if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
+    for kind in dict.fromkeys(run["kind"] for run in runs):
+        lines += [
+            "",
+            f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
+            f"{'exact':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
+        ]
+        for run in (run for run in runs if run["kind"] == kind):
+            cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
+            words = "".join(f"{_number(run[name]):>7}" for name in ("token_f1", "exact_match", "rouge_l"))
+            share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
+            lines.append(
+                f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
+                f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
+            )
+    return lines
+
+
+def label_of(run: dict[str, Any]) -> str:
+    """A configuration in a few words."""
+    behind = f", {run['context']}" if run["context"] != "none" else ""
+    if run["mode"] != "blend":
+        return f"{run['mode']}{behind}"
+    return f"{run['rule']} {run['ratio']:.1%}{behind}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def bench_quality(config: QualityConfig, *, plot: Path | None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """`ragblend bench quality`: card and table to `echo`, a picture to `plot`; returns the JSON object."""
+    return run_benchmark(config, run_quality, table_lines, echo, plot, plot_quality)

@@ -1,0 +1,197 @@
+"""Passages that come again, wherever they stand: the chunks that a store of KV could have held.
+
+Where a prompt's chunks are marked, a chunk is its token ids, whole. Everywhere else repeated passages are found by
+winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of any 16 neighbouring windows of 16 tokens the one with the
+smallest hash is remembered, which depends on the window's tokens alone. So a passage that stands elsewhere has the same
+remembered windows, and each that has 31 tokens or more has one. From such a window on, the tokens themselves are
+compared in both directions: what is found is repeated token for token, up to where it ends.
+
+In memory are 4 bytes per new token (its id), about 12 for the windows, 16 per new passage, and 20 per use of one. Text
+that comes again adds only uses. Read `Passages.see`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from ragblend.lab.traffic.prefix_cache import BLOCK, ENTRY_BYTES
+from ragblend.lab.traffic.tokens import Ids
+
+Hashes = NDArray[np.uint64]
+
+WINDOW = 16  # tokens that are hashed together
+SPREAD = 16  # neighbouring windows of which one is remembered
+LEAST = 32
+"""Tokens of the shortest passage that counts where boundaries are not known: less is a turn of phrase, and no team
+stores it. At `WINDOW + SPREAD - 1` and more, none is missed."""
+
+_MIX, _BASE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_STEP = 256  # tokens that are compared at a time
+
+
+class RepeatedRun(NamedTuple):
+    """Tokens [start, end) of a prompt that had been seen, then at `source` of all new text."""
+
+    start: int
+    end: int
+    source: int
+
+
+class Passages:
+    """All text that was new when it came, one passage after the other, and where it came again."""
+
+    def __init__(self) -> None:
+        self._ids, self._size = np.empty(1 << 16, np.int32), 0
+        self._windows: dict[int, int] = {}  # hash of a remembered window: where it was first
+        self._chunks: dict[int, int] = {}  # digest of a marked chunk: its place
+        self.starts, self.first_requests = array("q"), array("q")  # of each passage that was new
+        self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
+
+    @property
+    def size(self) -> int:
+        """Tokens of all new text."""
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, about, without the dictionary of marked chunks."""
+        arrays = (self.starts, self.first_requests, self.run_sources, self.run_lengths, self.run_requests)
+        windows = ENTRY_BYTES * len(self._windows)
+        return self._ids.nbytes + windows + sum(each.itemsize * len(each) for each in arrays)
+
+    def ids(self, start: int, end: int) -> Ids:
+        """The tokens at [start, end) of all new text."""
+        return self._ids[start:end]
+
+    def see(self, request: int, ids: Ids, chunks: Sequence[tuple[int, int]], prefix: int, seed: int = 0) -> int:
+        """Take note of one prompt; returns how many of its tokens behind the first `prefix` could come from a store.
+
+        chunks: [start, end) of those that are marked. `seed`: of the namespace; one never finds another's.
+        """
+        found, new = [], []
+        place = 0
+        for start, end in (*chunks, (len(ids), len(ids))):
+            runs = self._search(ids, place, start, prefix, seed)
+            found += runs
+            new += [(left, right, 0) for left, right in _between(runs, max(place, prefix), start)]
+            if end > max(start, prefix):
+                key = xxhash.xxh3_64_intdigest(ids[start:end].tobytes(), seed) or 1
+                source = self._chunks.get(key)
+                if source is None:
+                    new.append((start, end, key))
+                elif (run := _behind(RepeatedRun(start, end, source), prefix)) is not None:
+                    found.append(run)
+            place = end
+        for run in found:
+            self.run_sources.append(run.source)
+            self.run_lengths.append(run.end - run.start)
+            self.run_requests.append(request)
+        for start, end, key in new:
+            self._keep(request, ids[start:end], key, seed)
+        return sum(run.end - run.start for run in found)
+
+    def _search(self, ids: Ids, start: int, end: int, prefix: int, seed: int) -> list[RepeatedRun]:
+        """Repeated passages in [start, end), ascending and apart; what lies in the prefix is cut off."""
+        start = max(start, prefix - 4 * LEAST)  # a passage may begin in the prefix and go on behind it
+        if end - max(start, prefix) < 1 or end - start < LEAST:
+            return []
+        hashes = window_hashes(ids[start:end], seed)
+        anchors = winnowed(hashes)
+        runs: list[RepeatedRun] = []
+        done = start
+        for anchor, window in zip((anchors + start).tolist(), hashes[anchors].tolist(), strict=True):
+            source = self._windows.get(window)
+            if source is not None and anchor >= done:
+                run = self._extended(ids, anchor, source, done, end)
+                if run.end - run.start >= LEAST:
+                    runs.append(run)
+                    done = run.end
+        return [clipped for run in runs if (clipped := _behind(run, prefix)) is not None]
+
+    def _extended(self, ids: Ids, place: int, source: int, low: int, high: int) -> RepeatedRun:
+        """The longest stretch around `place`, inside [low, high), that is equal to what stands around `source`."""
+        passage = bisect_right(self.starts, source) - 1
+        first = self.starts[passage]
+        last = self.starts[passage + 1] if passage + 1 < len(self.starts) else self._size
+        behind = _equal(ids[place:high], self._ids[source:last])
+        before = _equal(ids[low:place][::-1], self._ids[first:source][::-1])
+        return RepeatedRun(place - before, place + behind, source - before)
+
+    def _keep(self, request: int, ids: Ids, key: int, seed: int) -> None:
+        """Remember a new passage; `key`: the digest of a marked chunk, whose windows are remembered, too."""
+        if not key and len(ids) < WINDOW:
+            return  # it can never be found again
+        if key and key in self._chunks:
+            return  # twice in one prompt
+        if self._size + len(ids) > len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(max(len(self._ids), len(ids)), np.int32)))
+        place, self._size = self._size, self._size + len(ids)
+        self._ids[place : self._size] = ids
+        self.starts.append(place)
+        self.first_requests.append(request)
+        if key:
+            self._chunks[key] = place
+        if len(ids) >= WINDOW:
+            hashes = window_hashes(ids, seed)
+            anchors = winnowed(hashes)
+            for anchor, window in zip((anchors + place).tolist(), hashes[anchors].tolist(), strict=True):
+                self._windows.setdefault(window, anchor)
+
+
+def window_hashes(ids: Ids, seed: int) -> Hashes:
+    """A hash per window of `WINDOW` tokens, by where it starts."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    count = len(ids) - WINDOW + 1
+    hashes = np.full(count, seed, np.uint64)
+    for offset in range(WINDOW):
+        hashes *= _BASE
+        hashes += mixed[offset : offset + count]
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= _MIX
+    return hashes ^ (hashes >> np.uint64(29))
+
+
+def winnowed(hashes: Hashes) -> NDArray[np.int64]:
+    """Places of the smallest of every `SPREAD` neighbours, ascending, each once."""
+    if len(hashes) <= SPREAD:
+        return np.array([np.argmin(hashes)], np.int64) if len(hashes) else np.empty(0, np.int64)
+    smallest = sliding_window_view(hashes, SPREAD).argmin(axis=1)
+    return np.unique(smallest + np.arange(len(smallest)))
+
+
+def _equal(left: Ids, right: Ids) -> int:
+    """How many tokens are the same from the first on."""
+    count = min(len(left), len(right))
+    for start in range(0, count, _STEP):
+        stop = min(start + _STEP, count)
+        differ = left[start:stop] != right[start:stop]
+        if differ.any():
+            return start + int(differ.argmax())
+    return count
+
+
+def _behind(run: RepeatedRun, prefix: int) -> RepeatedRun | None:
+    """What of a run lies behind the prefix; None for less than a block of one that begins in it: there the prefix
+    itself goes on, and prefix caching reuses whole blocks alone."""
+    cut = max(0, prefix - run.start)
+    left = run.end - run.start - cut
+    return None if left <= 0 or (cut and left < BLOCK) else RepeatedRun(run.start + cut, run.end, run.source + cut)
+
+
+def _between(runs: Iterable[RepeatedRun], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """What of [start, end) lies in no run."""
+    for run in runs:
+        if start < run.start:
+            yield start, run.start
+        start = max(start, run.end)
+    if start < end:
+        yield start, end

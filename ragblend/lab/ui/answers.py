@@ -1,0 +1,221 @@
+"""A question, answered in every mode one after the other, each beside full prefill; and blended again at another ratio.
+
+What happens is told to a Job's listener as events. Knows engines, the index and explanations; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ragblend.config import Settings
+from ragblend.corpus.folder_scan import display_source
+from ragblend.demo.show import examples
+from ragblend.engine.api import Engine, Stream
+from ragblend.engine.report import MODES, Generation, Mode
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import DEMO
+from ragblend.errors import EmptyCorpusError, RagblendError
+from ragblend.index import ChunkIndex, SearchHit
+from ragblend.lab.explain import Comparison
+from ragblend.lab.explain_page import render_tokens
+from ragblend.lab.ui.job_queue import JobCancelled, UiJob
+from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
+from ragblend.prompt.prompt import SegmentedPrompt
+
+MAX_KEPT_QUESTIONS = 2
+"""Questions whose KV is held in memory, to be blended again: one for each of two tabs."""
+MAX_DOCUMENT_NAMES = 200
+"""Documents that the page lists."""
+
+_REPORT_FIELDS = (
+    "rule", "recompute_ratio", "ttft_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
+    "num_recomputed_tokens", "num_prefix_tokens", "charged_budget", "refused_reason", "failed",
+)  # fmt: skip
+
+RetrieveChunks = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
+
+
+@dataclass
+class UiState:
+    """What the page is about: an engine and an index, once they are open, and the latest questions."""
+
+    settings: Settings
+    retrieve: RetrieveChunks
+    engine: Engine | None = None
+    index: ChunkIndex | None = None
+    problem: str = ""  # why they could not be opened
+    questions: OrderedDict[str, QuestionRun] = field(default_factory=OrderedDict)
+    is_warm: bool = False  # whether something was answered before
+    _names: tuple[int, list[str]] = (-1, [])  # of the documents, as of a generation of the index
+
+    @property
+    def engine_and_index(self) -> tuple[Engine, ChunkIndex]:
+        """Both. Raises RagblendError where they could not be opened."""
+        if self.engine is None or self.index is None:
+            raise RagblendError(self.problem or "the model is not loaded")
+        return self.engine, self.index
+
+    def collect_page_state(self) -> dict[str, Any]:
+        """What the page shows before anything is asked."""
+        settings = self.settings
+        limit = {"endings": list_supported_suffixes(), "max_mib": settings.max_file_mib}
+        if self.engine is None or self.index is None:
+            return {"status": "failed" if self.problem else "loading", "model": settings.model, **limit,
+                    "problem": self.problem}  # fmt: skip
+        names = self._document_names(self.index)
+        return {
+            "status": "ready",
+            "model": _model_name(self.engine.name),
+            "rule": settings.rule,
+            "context": self.engine.context,
+            "k": settings.k,
+            "neighbours": settings.neighbours,
+            "index": display_source(str(settings.index)),
+            "num_chunks": self.index.num_chunks,
+            "num_documents": len(names),
+            "documents": names[:MAX_DOCUMENT_NAMES],
+            "examples": self._examples(names),
+            "is_demo": self.engine.name == DEMO,
+            "shows_tokens": isinstance(self.engine, TransformersEngine),
+            **limit,
+        }
+
+    def _document_names(self, index: ChunkIndex) -> list[str]:
+        generation = index.generation()
+        if generation != self._names[0]:
+            self._names = generation, document_names(index)
+        return self._names[1]
+
+    def _examples(self, names: Sequence[str]) -> list[dict[str, str]]:
+        """Prepared questions about the documents that are here, which only the embedded model understands."""
+        if self.engine is None or self.engine.name != DEMO:
+            return []
+        known = set(names)
+        return [
+            {"question": question.text, "answer": question.answer}
+            for question in examples()
+            if all(span["source"] in known for span in question.gold)
+        ]
+
+
+class QuestionRun:
+    """One question over its chunks, to be answered in one mode after the other, full prefill first."""
+
+    def __init__(self, engine: Engine, prompt: SegmentedPrompt, settings: Settings) -> None:
+        self._engine, self._prompt = engine, prompt
+        self._options = replace(settings, mode="blend", temperature=0.0).generation
+        # An engine of another backend keeps the KV to itself: of its answers only the texts can be compared.
+        self._compared = Comparison(engine, prompt, **self._options) if isinstance(engine, TransformersEngine) else None
+        self._full: Generation | None = None
+
+    def answer(self, mode: Mode, job: UiJob, ratio: float | None = None) -> None:
+        """Answer in `mode`, telling "start", every "piece" and the "answer" with its facts. `ratio`: see Comparison."""
+        job.raise_if_cancelled()
+        job.emit("start", mode=mode)
+        stream = self._stream(mode, ratio)
+        try:
+            for piece in stream:
+                job.emit("piece", mode=mode, text=piece)
+                job.raise_if_cancelled()
+        except JobCancelled:
+            stream.close()
+            raise
+        result = stream.result
+        if mode == "full":
+            self._full = result
+        report = result.report
+        facts = {name: getattr(report, name) for name in _REPORT_FIELDS}
+        contexts = sorted({chunk.context for chunk in report.chunks if chunk.hit and not chunk.exact})
+        job.emit(
+            "answer",
+            mode=mode,
+            text=result.text,
+            finish_reason=result.finish_reason,
+            contexts=contexts,
+            agreement=self._compare_with_full(mode, result),
+            **facts,
+        )
+
+    def emit_tokens(self, job: UiJob) -> None:
+        """Tell what blending did to every token, as HTML; nothing where the engine does not show its KV."""
+        if self._compared is not None:
+            explanation = self._compared.explanation()
+            counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
+            job.emit("tokens", html=render_tokens(explanation), counts=counts)
+
+    def _stream(self, mode: Mode, ratio: float | None) -> Stream:
+        if self._compared is not None:
+            return self._compared.stream(mode, ratio)
+        options = self._options.copy()
+        options["mode"] = mode
+        if ratio is not None:
+            options["recompute_ratio"] = ratio
+        return self._engine.stream(self._prompt, **options)
+
+    def _compare_with_full(self, mode: Mode, result: Generation) -> dict[str, Any] | None:
+        if self._full is None or mode == "full":
+            return None
+        if self._compared is not None:
+            return self._compared.agreement(mode)._asdict()
+        return {"answers_identical": result.text == self._full.text}
+
+
+def answer_question(job: UiJob, question: str, room: UiState) -> None:
+    """Find chunks for a question and answer it in every mode."""
+    engine, index = room.engine_and_index
+    if question.strip() and not index.num_chunks:
+        raise EmptyCorpusError("there are no documents yet; drop some on this page, then ask again")
+    hits = room.retrieve(index, question, room.settings)
+    chunks = [hit.chunk for hit in hits]
+    job.emit("sources", sources=[_source(hit) for hit in hits])
+    engine.prefetch(chunks)  # while full prefill runs: what reading from disk takes is not what is compared
+    prompt = SegmentedPrompt(chunks, question, room.settings.system)
+    asked = QuestionRun(engine, prompt, room.settings)
+    if not room.is_warm:  # what the first request of a process pays once is not what is compared either
+        job.emit("warming")
+        job.raise_if_cancelled()
+        engine.generate(prompt, mode="blend", max_tokens=1)
+        room.is_warm = True
+    for mode in MODES:
+        asked.answer(mode, job)
+    name = secrets.token_urlsafe(8)
+    room.questions[name] = asked
+    while len(room.questions) > MAX_KEPT_QUESTIONS:
+        room.questions.popitem(last=False)
+    asked.emit_tokens(job)
+    job.emit("asked", id=name)
+
+
+def blend_again(job: UiJob, name: str, ratio: float, room: UiState) -> None:
+    """Answer a question once more by blending, with another share recomputed."""
+    asked = room.questions.get(name)
+    if asked is None:
+        raise RagblendError(
+            f"{MAX_KEPT_QUESTIONS} newer questions were asked since, and this one's KV is let go; ask it again"
+        )
+    room.questions.move_to_end(name)
+    asked.answer("blend", job, ratio)
+    asked.emit_tokens(job)
+
+
+def _model_name(name: str) -> str:
+    """A model as people call it: of a local path its last part."""
+    return Path(name).name if Path(name).exists() else name
+
+
+def _source(hit: SearchHit) -> dict[str, Any]:
+    chunk = hit.chunk
+    return {
+        "name": display_name(chunk.source) if chunk.source else "chunk",
+        "source": display_source(chunk.source),
+        "start": chunk.start,
+        "end": chunk.end,
+        "score": round(hit.score, 3),
+        "is_neighbour": hit.is_neighbour,
+        "text": chunk.text,
+    }

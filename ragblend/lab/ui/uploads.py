@@ -1,0 +1,160 @@
+"""Documents that were dropped on the page: put into one folder under their own names, and ingested from there.
+
+A file of a name that is there already replaces it, in the index, too. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path, PurePath
+from tempfile import SpooledTemporaryFile
+from types import TracebackType
+from typing import Self
+
+from ragblend.config import Settings
+from ragblend.corpus.folder_scan import display_source, normal_path, source_path
+from ragblend.corpus.readers import PARQUET_SUFFIX, READERS, TEXT_SUFFIXES
+from ragblend.engine.api import Engine
+from ragblend.engine.store.tiered import format_bytes
+from ragblend.errors import RagblendError, UsageError, check_unicode
+from ragblend.files.directory import Directory
+from ragblend.index import ChunkIndex
+from ragblend.lab.ui.job_queue import UiJob
+from ragblend.precompute import ingest
+
+MIB = 1 << 20
+_SPOOL_BYTES = 8 * MIB  # more than this of an upload waits on disk
+_NAME_BYTES = 200
+
+
+class TooLargeError(RagblendError):
+    """An upload beyond the limit."""
+
+
+def uploads_folder(index: str | Path) -> Path:
+    """Where documents for this index are put: beside it."""
+    path = Path(index)
+    return path.with_name(f"{path.name}-uploads")
+
+
+def validate_file_name(name: str) -> str:
+    """A file's bare name, or UsageError.
+
+    >>> checked_name("annual report.pdf")
+    'annual report.pdf'
+    """
+    check_unicode(name, "the file's name")
+    if not name.strip() or len(name.encode()) > _NAME_BYTES:
+        raise UsageError(f"the file's name is {name[:40]!r}...; rename it: 1 to {_NAME_BYTES} bytes")
+    if name.startswith(".") or any(mark in "/\\" or not mark.isprintable() for mark in name):
+        raise UsageError(
+            f"the file's name is {name!r}; rename it: no slash or control character in it, no dot at its front"
+        )
+    return name
+
+
+def list_supported_suffixes() -> list[str]:
+    """The endings of files that are read as documents here."""
+    from importlib.util import find_spec
+
+    missing = {
+        ending for ending, package in ((".pdf", "pypdf"), (PARQUET_SUFFIX, "pyarrow")) if find_spec(package) is None
+    }
+    return sorted({*TEXT_SUFFIXES, *READERS} - missing)
+
+
+class Upload:
+    """One file on its way in. Nothing is in the folder before `commit`, which puts it there in one step."""
+
+    def __init__(self, folder: Path, name: str, max_mib: float) -> None:
+        self._path = folder / validate_file_name(name)
+        self._limit = max_mib * MIB if max_mib else float("inf")
+        self._max_mib = max_mib
+        self._size = 0
+        self._data = SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (closed on leaving this)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._data.close()
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raise TooLargeError where so many more are beyond the limit."""
+        if self._size + num_bytes > self._limit:
+            raise TooLargeError(
+                f"{self._path.name} is larger than {self._max_mib:g} MiB; cut it, or raise the limit: "
+                "RAGBLEND_MAX_FILE_MIB=... ragblend ui"
+            )
+
+    def add(self, data: bytes) -> None:
+        """The next bytes. Raises TooLargeError."""
+        self.check_size(len(data))
+        self._size += len(data)
+        self._data.write(data)
+
+    def commit(self) -> None:
+        """Put the whole file into the folder."""
+        folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
+        folder.remove_stale_files()
+        self._data.seek(0)
+        folder.replace(self._path, self._size, lambda stream: shutil.copyfileobj(self._data, stream))
+
+
+def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
+    """Ingest uploads; what came of it is told as "ingested"."""
+    folder = uploads_folder(settings.index)
+    paths = [folder / validate_file_name(name) for name in names]
+    try:
+        report = ingest(
+            paths,
+            engine,
+            index,
+            chunk_size=settings.chunk_size,
+            context=settings.context,
+            max_file_mib=settings.max_file_mib,
+            progress=job.progress,
+            notify=lambda line: job.emit("said", text=line),
+        )
+        _drop_unknown(paths, index)
+    except RagblendError:
+        _drop_unknown(paths, index)
+        raise
+    finally:
+        if not index.is_saved:
+            index.save()
+    problems = [*report.failures, *report.skipped]
+    job.emit(
+        "ingested",
+        num_documents=report.num_documents,
+        num_unchanged=report.num_unchanged,
+        num_chunks=report.num_chunks,
+        num_tokens=report.num_tokens,
+        num_new_kv=report.num_new_kv,
+        prefill_s=report.prefill_s,
+        store=format_bytes(report.store_bytes),
+        problems=[{"name": display_name(problem.path), "reason": problem.reason} for problem in problems],
+    )
+
+
+def document_names(index: ChunkIndex) -> list[str]:
+    """The files of an index, as people call them."""
+    return sorted({display_name(source_path(source)) for source in index.sources()}, key=str.casefold)
+
+
+def display_name(path: str) -> str:
+    """The last part of a path, printable."""
+    return PurePath(display_source(path)).name or path
+
+
+def _drop_unknown(paths: Sequence[Path], index: ChunkIndex) -> None:
+    """Remove uploads that gave no document: they are of no use here."""
+    known = {source_path(source) for source in index.sources()}
+    for path in paths:
+        if normal_path(path) not in known:
+            with suppress(OSError):
+                path.unlink()

@@ -1,0 +1,381 @@
+"""Look after an index and a store: check every byte, repair, collect garbage, send what a remote tier lacks.
+
+Knows the index, the disk store and tokenizers; loads a model's weights only to repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragblend.corpus.chunk_registry import REGISTRY_FILE, drop_registry, open_registry
+from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import (
+    CALIBRATIONS_DIR,
+    CONTEXT_FILE,
+    MACHINES_DIR,
+    MODELS_DIR,
+    PINS_DIR,
+    DiskStore,
+)
+from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.tuning.calibration import calibration_error
+from ragblend.errors import (
+    BackendUnreachableError,
+    CorruptError,
+    DamagedEntryError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+)
+from ragblend.index import ChunkIndex, open_index
+from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.deletion import find_orphaned_keys
+from ragblend.precompute import Progress, pin_document, precompute_chunks
+from ragblend.prompt.prompt import Chunk
+from ragblend.prompt.segmenter import Segmenter
+
+_BATCH = 64  # entries deleted while nobody may add documents
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` found. `orphans` and `num_without_kv` are None where no index says which chunks are in use.
+
+    `damaged`: entries; `missing`: entries that were stored and are gone, by key, though none had to leave for a budget;
+    `damaged_files`: other files of the store, by their place in it. Each with the reason.
+    """
+
+    checked: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    damaged_files: dict[str, str] = field(default_factory=dict)
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of a remote tier, where there is one
+    index_problems: list[str] = field(default_factory=list)
+    orphans: int | None = None
+    num_without_kv: int | None = None  # indexed chunks; no damage: not every store has to hold all of them
+    num_repaired: int = 0
+    dropped: list[str] = field(default_factory=list)  # what `repair_store` could only remove, and how to have it again
+    unrepaired: list[str] = field(default_factory=list)  # what it could not mend, and the way out
+
+    @property
+    def has_problems(self) -> bool:
+        """Whether anything is damaged, or missing."""
+        found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
+        return any(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`damaged` and `missing` as counts, `damaged_keys` and `missing_keys` with the reasons."""
+        facts = asdict(self)
+        for name in ("damaged", "missing", "damaged_remote"):
+            facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
+        return facts
+
+
+def verify_store(store: str | Path, index: str | Path) -> VerifyReport:
+    """Read every stored byte, and check the index. Damaged entries are moved aside, so they are never used."""
+    disk = DiskStore(store, create=False)
+    report = VerifyReport()
+    for result in disk.verify():
+        report.checked += 1
+        if not result.ok:
+            report.damaged[result.key] = result.reason
+    report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
+    _verify_registry(disk, report)
+    try:
+        with open_index(index) as opened:
+            report.index_problems = list(opened.find_problems())
+            used = _load_live_chunks(opened)
+            if used is not None:
+                held: set[tuple[int, ...]] = set()
+                report.orphans = sum(1 for _ in _find_orphans(_collect_ids(disk.headers(), held), used))
+                report.num_without_kv = len(used.ids - held)
+    except NotFoundError:
+        pass  # a store can be used without an index, by the framework adapters
+    except CorruptError as error:
+        report.index_problems.append(str(error))
+    return report
+
+
+def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
+    """The registry of texts, and whether the entries are there that it says were stored."""
+    path = disk.root / REGISTRY_FILE
+    try:
+        if not path.exists():
+            if next(disk.keys(), None) is not None:
+                report.damaged_files[REGISTRY_FILE] = "it is missing, so no text is recognised in a plain prompt"
+            return
+        with open_registry(disk) as registry:
+            problems, stored = registry.find_problems(), registry.stored()
+    except RagblendError as error:
+        report.damaged_files[REGISTRY_FILE] = str(error)
+        return
+    if problems:
+        report.damaged_files[REGISTRY_FILE] = "; ".join(problems)
+    if not disk.has_evicted:
+        models = disk.models()
+        for key, fingerprint in stored.items():
+            if key not in report.damaged and not disk.has_file(key):
+                model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
+                report.missing[key] = f"stored for {model}, and gone"
+
+
+def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress | None = None) -> int:
+    """Prefill the indexed chunks that miss their KV, mend what can be, and drop what cannot. Chunks recomputed.
+
+    Killed at any moment, what was not mended is found again by the next `verify`.
+    """
+    disk = disk_tier(engine.store)
+    if report.index_problems:
+        index.rebuild()
+    if disk is not None and report.damaged_files:
+        _repair_files(report, disk, engine, index)
+    chunks, lost = list(index.chunks()), {*report.damaged, *report.missing}
+    indexed = {chunk.text.strip() for chunk in chunks}
+    with open_registry(engine.store) as registry:
+        others = [Chunk(text) for text in registry.texts() if text not in indexed]
+        behind = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
+        again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
+        repaired = precompute_chunks(
+            [*chunks, *again], engine, progress, index=index, register_texts=lambda: registry.add(indexed)
+        )
+        stored = registry.stored()
+    for key in report.damaged if disk is not None else ():
+        assert disk is not None
+        disk.drop_damaged(key)  # last: killed before, it is still found
+    gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
+    if gone and disk is not None and not disk.has_evicted:
+        report.unrepaired.append(
+            f"{len(gone)} entries are missing: this model does not make them of what is indexed, behind this prefix "
+            "and in this namespace. Repair with the --model, --system or --namespace that made them, add the documents "
+            "again, or forget them: ragblend gc"
+        )
+    return repaired.num_new_kv
+
+
+def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
+    """Write again what can be known, and remove the rest: pins of indexed documents, and the registry's rows."""
+    for source in index.sources():
+        if disk.pin_location(source) in report.damaged_files:
+            pin_document(source, engine, index)
+    still = {result.key for result in disk.verify_metadata(calibration_error)}
+    for place, reason in report.damaged_files.items():
+        if place == REGISTRY_FILE:
+            try:
+                with open_registry(disk) as registry:
+                    registry.drop_damaged()
+                    is_sound = not registry.find_problems()
+            except CorruptError:
+                is_sound = False
+            except RagblendError:
+                report.unrepaired.append(reason)
+                continue
+            if not is_sound:  # SQLite's own structure is damaged, beyond what deleting rows mends
+                drop_registry(disk.root)
+                report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place]}")
+            _record_stored(disk)
+        elif place in still:
+            disk.delete_metadata(place)
+            report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place.partition('/')[0]]}")
+
+
+def _record_stored(disk: DiskStore) -> None:
+    """Have the registry know what is there, as it did."""
+    found: dict[str, list[str]] = {}
+    for header in disk.headers():
+        found.setdefault(header.fingerprint, []).append(header.key)
+    with open_registry(disk) as registry:
+        for fingerprint, keys in found.items():
+            registry.record_stored(keys, fingerprint)
+
+
+_LOSS_MESSAGES = {
+    PINS_DIR: "nothing says which document it kept; pin it again: ragblend pin DOC",
+    MODELS_DIR: "an engine of that model notes itself again",
+    CALIBRATIONS_DIR: "make it again: ragblend calibrate",
+    MACHINES_DIR: "make it again: ragblend profile",
+    CONTEXT_FILE: "chunks are looked for alone until it is said again: ragblend precompute --context ...",
+    REGISTRY_FILE: "the index's texts are registered anew, those of LangChain and LlamaIndex as they are added again",
+}
+
+
+class GcReport(NamedTuple):
+    """What `collect_garbage` removed, or would remove: that of `GcResult`, texts no longer recognised, and pins."""
+
+    evicted: tuple[str, ...]
+    num_quarantined: int
+    num_temp_files: int
+    freed_bytes: int
+    kept_bytes: int
+    texts: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+
+
+def collect_garbage(
+    store: str | Path, index: str | Path | None, max_bytes: int | None = None, dry_run: bool = False
+) -> GcReport:
+    """Remove leftovers and damaged files; with `index` also what it no longer has; then KV beyond `max_bytes`.
+
+    That is KV of chunks that are in no document, of any model and prefix, KV that was computed behind such a chunk,
+    their registered texts and the pins of their documents: whatever is not this index's. Documents may be ingested
+    meanwhile: what they bring stays.
+    """
+    disk = DiskStore(store, create=False)
+    if index is None:
+        result = disk.gc(max_bytes, None, dry_run)
+        if not dry_run:
+            _unrecord_missing(disk)
+        return GcReport(*result)
+    with open_index(index) as opened, open_registry(disk) as registry:
+        used = _load_live_chunks(opened)
+        if used is None:
+            raise RagblendError(
+                f"the tokenizer that {index} was made with cannot be loaded, so orphans cannot be told; "
+                "run gc without --orphans, or make the model available"
+            )
+        kept = {text.strip() for _, text in opened.texts()}
+        if dry_run:
+            unwanted = set(_find_orphans(disk.headers(), used))
+            result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
+            texts = tuple(text for text in registry.texts() if text not in kept)
+            return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
+        orphans, freed_bytes = _drop_orphans(disk, opened, used)
+        with opened.write_transaction():
+            kept.update(text.strip() for text in opened.texts_since(used.generation))
+            texts = tuple(text for text in registry.texts() if text not in kept)
+            registry.remove(texts)
+            pins = _stray_pins(disk, opened, set(disk.keys()))
+            for name in pins:
+                disk.unpin(name)
+        registry.truncate_log()
+        result = disk.gc(max_bytes)
+        _unrecord_missing(disk)
+        result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
+    return GcReport(*result, texts, pins)
+
+
+def _drop_orphans(disk: DiskStore, index: ChunkIndex, used: _LiveChunks) -> tuple[list[str], int]:
+    """Delete what no chunk in use needs."""
+    dropped, freed_bytes = list[str](), 0
+    pending = list(_find_orphans(disk.headers(), used))
+    while pending:
+        with index.write_transaction():  # what is indexed from here on finds its KV, or prefills it
+            if fresh := index.texts_since(used.generation):
+                used = used.add_texts(fresh, index.manifest.generation)
+                pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
+            batch, pending = pending[:_BATCH], pending[_BATCH:]
+            freed_bytes += disk.delete_many(batch)
+        dropped += batch
+    return dropped, freed_bytes
+
+
+def _unrecord_missing(disk: DiskStore) -> None:
+    """Miss no longer what is gone. Last: killed before, it is missed until the next `gc` or repair."""
+    if (disk.root / REGISTRY_FILE).exists():
+        with open_registry(disk) as registry:
+            if gone := [key for key in registry.stored() if not disk.has_file(key)]:
+                registry.remove_stored(gone)
+
+
+def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
+    """Documents that are pinned and not indexed. A pin that somebody made by hand, of chunks that are wanted, stays."""
+    named = set(index.sources())
+    return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
+
+
+def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
+    """Keys of chunks' KV that no chunk in use needs."""
+    behind_prefix = (header for header in headers if header.prefix_ids)
+    found = find_orphaned_keys(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    return (key for key, _ in found)
+
+
+def _collect_ids(headers: Iterable[KVHeader], held: set[tuple[int, ...]]) -> Iterator[KVHeader]:
+    """The headers, their token ids put into `held` as they pass."""
+    for header in headers:
+        held.add(header.token_ids)
+        yield header
+
+
+class PushReport(NamedTuple):
+    """What `push` sent to the remote tier, what was there already, and what did not arrive."""
+
+    num_sent: int
+    num_known: int
+    num_damaged: int
+    num_dropped: int
+    sent_bytes: int
+    problem: str = ""  # why the last of those did not arrive
+    is_full: bool = False  # the remote tier has no room
+
+
+def push_store(store: str | Path, remote: RemoteStore, progress: Progress | None = None) -> PushReport:
+    """Send the remote tier every entry of the directory that it lacks. Interrupted, it goes on where it was.
+
+    It stops asking once the remote's breaker has opened. Raises BackendUnreachableError when the remote does not answer
+    at all.
+    """
+    status = remote.status()
+    if not status.reachable:
+        raise BackendUnreachableError(status.problem)
+    disk = DiskStore(store, create=False)
+    disk.clean()
+    remote.clean()
+    known, keys = set(remote.keys()), list(disk.keys())
+    on_progress = progress or (lambda stage, done, total: None)
+    num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
+    problem, is_full = "", False
+    for done, key in enumerate(keys, start=1):
+        if key in known:
+            num_known += 1
+        elif not remote.breaker.is_closed:
+            num_dropped += 1
+        else:
+            try:
+                found = disk.get(key)
+                if found is not None:
+                    remote.send(found)
+                    num_sent, sent_bytes = num_sent + 1, sent_bytes + found.nbytes
+                else:
+                    num_damaged += 1
+            except DamagedEntryError:
+                num_damaged += 1
+            except (BackendUnreachableError, StoreFullError) as error:
+                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
+        on_progress("push", done, len(keys))
+    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
+
+
+class _LiveChunks(NamedTuple):
+    """Id sequences of the chunks indexed at `generation`, and what stands between two chunks of a prompt."""
+
+    ids: set[tuple[int, ...]]
+    joint: tuple[int, ...]
+    generation: int
+    segmenter: Segmenter
+
+    def add_texts(self, texts: Iterable[str], generation: int) -> _LiveChunks:
+        """These, and those of chunks that came since."""
+        return self._replace(ids=self.ids.union(map(self.segmenter.chunk_ids, texts)), generation=generation)
+
+
+def _load_live_chunks(index: ChunkIndex) -> _LiveChunks | None:
+    """What is in use, in the tokenizer the index was made with; None if that is not at hand."""
+    from ragblend.engine.transformers.model import load_tokenizer
+    from ragblend.prompt.formats import prompt_format
+
+    made = index.manifest  # before its texts are read: what comes meanwhile comes after it
+    try:
+        tokenizer, path = load_tokenizer(made.tokenizer)
+    except RagblendError:
+        return None
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer, path))
+    if segmenter.fingerprint != made.tokenizer_fingerprint:
+        return None
+    ids = {segmenter.chunk_ids(text) for _, text in index.texts()}
+    return _LiveChunks(ids, segmenter.delimiter_ids, made.generation, segmenter)

@@ -1,0 +1,217 @@
+"""A model with an adapter is a model of its own: it answers as peft runs it, and its KV is never the base's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ragblend.cli.app import app
+from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.loaded_model import pair_fingerprint
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.llm import ChatBlend
+from ragblend.prompt.prompt import SegmentedPrompt
+
+PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS: dict[str, Any] = {
+    "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=[*ATTENTION, "down_proj"]),
+    "dora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=ATTENTION, use_dora=True),
+    "embedding": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["embed_tokens", "k_proj"]),
+    "saved": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    "loha": peft.LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=8, target_modules=ATTENTION),
+    "ia3": peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Any) -> Path:
+    path = tmp_path_factory.mktemp("models") / "base"
+    tiny_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def trained(base: Path, config: Any, seed: int = 0) -> Any:
+    """A PeftModel whose adapter changes what the model says."""
+    model = peft.get_peft_model(load(base), config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weight.add_(0.15 * torch.randn(weight.shape, generator=generator))
+                assert "base_layer" not in name
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "lora"
+    trained(base, KINDS["lora"]).save_pretrained(path)
+    return path
+
+
+def stored(engine: Any) -> list[bool]:
+    return [engine.is_stored(chunk) for chunk in PROMPT.chunks]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base, KINDS[kind])
+    model.save_pretrained(tmp_path)
+    with load_engine(str(base), adapter=tmp_path, on_miss="inline") as engine:
+        ids = torch.tensor([engine.segmenter.tokenize(PROMPT).token_ids])
+        for chunk in PROMPT.chunks:
+            engine.precompute(chunk)
+        full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
+        blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=12)
+        found = engine.layers.full_prefill(ids[0])[0]
+    with torch.inference_mode():
+        torch.testing.assert_close(found, model(input_ids=ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+        plain = load(base)(input_ids=ids).logits[0, -1]
+    assert (found - plain).abs().max() > 0.1
+    assert blended.token_ids == full
+    assert blended.report.num_chunk_hits == 2
+
+
+def test_kv_of_base_and_adapter_never_mix(base: Path, adapter: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    trained(base, KINDS["lora"], seed=1).save_pretrained(other)
+    store = tmp_path / "kv"
+    with load_engine(str(base), store, on_miss="inline") as engine:
+        for chunk in PROMPT.chunks:
+            engine.precompute(chunk)
+        assert stored(engine) == [True, True]
+    with pytest.raises(StoreMismatchError, match="holds KV of"):
+        load_engine(str(base), store, adapter=adapter)
+    with (
+        load_engine(str(base), store, adapter=adapter, new_model=True, on_miss="inline") as first,
+        load_engine(str(base), store, adapter=other, new_model=True, on_miss="inline") as second,
+        load_engine(str(base), store, on_miss="inline") as plain,
+    ):
+        assert stored(first) == stored(second) == [False, False]
+        first.precompute(PROMPT.chunks[0])
+        assert (stored(first), stored(second), stored(plain)) == ([True, False], [False, False], [True, True])
+        assert first.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 1
+        assert second.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 0
+
+
+def test_strength_counts_though_no_weight_changes(base: Path, adapter: Path, tmp_path: Path) -> None:
+    stronger = Path(shutil.copytree(adapter, tmp_path / "stronger"))
+    file = stronger / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"lora_alpha": 32}))
+    moved = Path(shutil.copytree(adapter, tmp_path / "moved"))
+    (moved / "adapter_config.json").write_text(json.dumps(config | {"inference_mode": False, "peft_version": "9"}))
+    marks = {}
+    for path in (adapter, stronger, moved):
+        with load_engine(str(base), adapter=path) as engine:
+            marks[path] = engine.fingerprint
+    assert marks[adapter] == marks[moved] != marks[stronger]
+
+
+def test_an_adapter_by_its_own_name_brings_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with load_engine(str(adapter)) as own, load_engine(str(base), adapter=str(adapter)) as named:
+        assert own.fingerprint == named.fingerprint
+        assert (own.name, named.name) == (str(adapter), f"{base}+{adapter}")
+    chat = ChatBlend(model=str(base), adapter=adapter, max_tokens=2)
+    assert chat.engine.fingerprint == named.fingerprint
+    chat.engine.close()
+    (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
+    where = ["--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"), "--model", str(adapter)]
+    done = CliRunner().invoke(app, ["ingest", str(tmp_path / "doc.txt"), *where, "--embedder", "hashing"])
+    assert done.exit_code == 0, done.output
+    assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
+
+
+def test_a_loaded_peft_model_is_told_by_its_adapter_and_stops_when_that_is_switched(base: Path, adapter: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = peft.PeftModel.from_pretrained(load(base), str(adapter)).eval()
+    again = peft.PeftModel.from_pretrained(load(base), adapter)
+    marks = [pair_fingerprint(each) for each in (load(base), model, again)]
+    assert marks[0] != marks[1] == marks[2]
+    with load_engine((model, tokenizer), on_miss="inline") as engine:
+        assert engine.fingerprint == marks[1]
+        answer = engine.generate(PROMPT, max_tokens=4)
+        with model.disable_adapter():
+            assert pair_fingerprint(model) not in marks[1:]
+            for mode in ("blend", "full"):
+                with pytest.raises(RagblendError, match="adapters are not those any more"):
+                    engine.generate(PROMPT, mode=mode, max_tokens=4)
+        assert engine.generate(PROMPT, max_tokens=4).token_ids == answer.token_ids
+    merged = peft.PeftModel.from_pretrained(load(base), str(adapter)).merge_and_unload()
+    with load_engine((merged, tokenizer)) as engine:
+        assert engine.fingerprint not in marks
+
+
+def test_an_adapter_that_transformers_itself_loaded_counts(base: Path, adapter: Path) -> None:
+    model = load(base)
+    model.load_adapter(str(adapter))
+    with load_engine((model, AutoTokenizer.from_pretrained(base))) as engine, load_engine(str(base)) as plain:
+        assert engine.fingerprint != plain.fingerprint
+        full, other = (each.generate(PROMPT, mode="full", max_tokens=8).token_ids for each in (engine, plain))
+        assert full != other
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts tokens of its own before"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "puts tokens of its own before"),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["k_proj"], alora_invocation_tokens=[5, 6]),
+            "starts at certain tokens of the prompt",
+        ),
+    ],
+)
+def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, base: Path, tmp_path: Path) -> None:
+    model = peft.get_peft_model(load(base), config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_engine(str(base), adapter=tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_engine((model, AutoTokenizer.from_pretrained(base)))
+
+
+def test_what_is_no_adapter_is_said(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no adapter at .*gone; give the directory that peft's save_pretrained"):
+        load_engine(str(base), adapter=tmp_path / "gone")
+    with pytest.raises(NotFoundError, match="no adapter at"):
+        load_engine(str(base), adapter=base)
+    broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
+    (broken / "adapter_model.safetensors").rename(broken / "adapter_model.bin")
+    with pytest.raises(NotFoundError, match="pickled adapters can run code"):
+        load_engine(str(base), adapter=broken)
+    homeless = Path(shutil.copytree(adapter, tmp_path / "homeless"))
+    config = json.loads((homeless / "adapter_config.json").read_text())
+    (homeless / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(NotFoundError, match="names no base model; say it: model=BASE, adapter="):
+        load_engine(str(homeless))
+    with pytest.raises(UsageError, match="adapter_kwargs"):
+        load_engine(str(base), model_kwargs={"adapter_kwargs": {}})
+
+
+def test_vllm_is_told_to_take_a_merged_model(adapter: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+        find_checkpoint(str(adapter))

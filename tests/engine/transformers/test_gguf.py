@@ -1,0 +1,176 @@
+"""A GGUF loaded by its file name: what it answers, by which names it is found, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+from ragblend.cli.app import app
+from ragblend.engine.load import load_engine
+from ragblend.engine.transformers import gguf as gguf_module
+from ragblend.engine.vllm.launch import find_checkpoint
+from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
+from ragblend.llm import ChatBlend
+from ragblend.prompt.prompt import SegmentedPrompt
+from tests.conftest import CHATML
+from tests.gguf_files import write_gguf
+
+PROMPT = SegmentedPrompt(["the theory of the chunk. ", "the question with the other chunk. "], "what is that?")
+
+
+@pytest.fixture(autouse=True)
+def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_model: Callable[[str], Any], make_tokenizer: Any) -> tuple[Any, Any]:
+    return tiny_model("llama"), make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, parts: tuple[Any, Any]) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf", *parts)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
+    """What transformers makes of the file, as a folder of safetensors."""
+    path = tmp_path_factory.mktemp("converted")
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = loaded.config
+    del config.quantization_config
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(path)
+    return path
+
+
+def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, converted: Path, capfd: Any) -> None:
+    answers = []
+    for model in (str(file), str(converted)):
+        with load_engine(model, on_miss="inline") as engine:
+            for chunk in PROMPT.chunks:
+                engine.precompute(chunk)
+            blended = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=24)
+            full = engine.generate(PROMPT, mode="full", max_tokens=24)
+            tokenized = engine.segmenter.tokenize(PROMPT).token_ids
+            answers.append((tokenized, blended.token_ids, full.token_ids, blended.report.num_chunk_hits))
+    assert answers[0] == answers[1]
+    assert answers[0][3] == 2
+    assert "de-quantizing" not in capfd.readouterr().err
+
+
+def test_the_chat_template_comes_out_of_the_file(file: Path, parts: tuple[Any, Any]) -> None:
+    with load_engine(str(file)) as engine:
+        ids = engine.segmenter.tokenize(PROMPT).token_ids
+        assert parts[1].decode(ids).startswith("<|im|>user")
+        assert engine.segmenter.stop_ids() >= {parts[1].eos_token_id}
+
+
+def test_the_weights_are_the_files_in_the_dtype_that_is_asked_for(file: Path, tmp_path: Path, parts: Any) -> None:
+    exact = write_gguf(tmp_path / "tiny-F32.gguf", *parts, quantise=False)
+    with load_engine(str(exact)) as engine:
+        state, expected = engine.layers.model.state_dict(), parts[0].state_dict()
+        assert all(torch.equal(state[name], weight) for name, weight in expected.items())
+        full = engine.fingerprint
+    with load_engine(str(exact), dtype="bfloat16") as engine:
+        assert engine.layers.dtype == torch.bfloat16
+        assert engine.fingerprint != full
+    with load_engine(str(file)) as engine:
+        assert engine.fingerprint != full
+        assert "gguf" not in str(engine.layers.model.config)
+        engine.layers.model.save_pretrained(tmp_path / "saved")  # it is a plain model
+
+
+def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> None:
+    commit = "0" * 40
+    repo = tmp_path / "hub" / "models--nobody--tiny-GGUF"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    shutil.copy(file, repo / "snapshots" / commit / file.name)
+    hub: dict[str, Any] = {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    with (
+        load_engine(str(file)) as path,
+        load_engine(f"{file.parent}:{file.name}") as inside,
+        load_engine(f"nobody/tiny-GGUF:{file.name}", **hub) as repository,
+        load_engine("nobody/tiny-GGUF", model_kwargs={"gguf_file": file.name}, **hub) as transformers_way,
+    ):
+        engines = (path, inside, repository, transformers_way)
+        assert len({engine.fingerprint for engine in engines}) == 1
+    chat = ChatBlend(model=str(file), max_tokens=2)
+    assert chat.engine.fingerprint == path.fingerprint
+    chat.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "reason"),
+    [
+        ("{tmp}/gone.gguf", NotFoundError, r"no GGUF at .*gone\.gguf; give a file, or one of .*ORG/REPO:gone\.gguf"),
+        ("gone.gguf", NotFoundError, "no GGUF at gone.gguf"),
+        ("{tmp}:gone.gguf", NotFoundError, "no GGUF at"),
+        ("nobody/gone:x.gguf", NotFoundError, "neither here nor on Hugging Face"),
+        ("{tmp}", NotFoundError, r"has no config\.json; name the GGUF: .*broken\.gguf"),
+        ("{tmp}/broken.gguf", UnsupportedModelError, "cannot be loaded as a causal language model"),
+        ("big-00001-of-00003.gguf", UnsupportedModelError, "llama-gguf-split --merge"),
+    ],
+)
+def test_what_is_no_gguf_is_said(name: str, error: type[Exception], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(error, match=reason):
+        load_engine(name.format(tmp=tmp_path))
+
+
+def test_a_revision_of_a_file_is_refused(file: Path) -> None:
+    with pytest.raises(UsageError, match="revision is 'v2', and"):
+        load_engine(str(file), revision="v2")
+
+
+def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_said(parts: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "scaled.gguf", *parts, rope_freqs=True)
+    with pytest.raises(UnsupportedModelError, match=r"scaled RoPE \(rope_freqs.weight\), which transformers does not"):
+        load_engine(str(file))
+    llama3 = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }  # fmt: skip
+    with load_engine(str(file), model_kwargs={"rope_parameters": llama3}) as engine:
+        assert engine.layers.config.rope_parameters["factor"] == 8.0
+        first = engine.fingerprint
+    with load_engine(str(file), model_kwargs={"rope_parameters": llama3 | {"factor": 4.0}}) as engine:
+        assert engine.fingerprint != first
+
+
+def test_without_the_packages_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_module, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'ragblend\[gguf\]'"):
+        load_engine(str(file))
+
+
+def test_vllm_is_told_to_take_another_format(file: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is a GGUF, which is read here with backend='transformers' alone"):
+        find_checkpoint(str(file))
+
+
+def test_the_command_line_takes_a_gguf(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
+    where = ["--index", str(tmp_path / "index"), "--store", str(tmp_path / "kv"), "--model", str(file)]
+    done = CliRunner().invoke(app, ["ingest", str(tmp_path / "doc.txt"), *where, "--embedder", "hashing"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["ask", "what is that?", *where, "--max-tokens", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert '"num_chunk_hits": 1' in done.output
+    done = CliRunner().invoke(app, ["doctor", "--model", str(file)])
+    assert "LlamaForCausalLM" in done.output

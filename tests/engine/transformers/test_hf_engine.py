@@ -1,0 +1,845 @@
+"""The engine as its users see it: right answers in every mode, honest reports, and nothing of a prompt in the store."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from datetime import datetime
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import chat_template_utils
+
+from ragblend.engine import generation
+from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE, RULES, find_rule
+from ragblend.engine.generation import Conversation, EngineRequest, PrefillResult
+from ragblend.engine.report import MODES, BlendReport
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.kv import ChunkKV
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
+from ragblend.options import GenerationOptions
+from ragblend.prompt.formats import DeclaredFormat, prompt_format
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+from ragblend.prompt.segmenter import Segmenter
+from tests.tier_support import DictValues
+
+pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
+
+CHUNKS = (
+    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
+    Chunk("question the chunk with that theory", source="two.txt"),
+    Chunk("what the other question is and the answer to it", source="three.txt"),
+)
+PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
+    """A tiny Llama whose store holds CHUNKS."""
+    made = tiny_engine("llama")
+    for chunk in CHUNKS:
+        assert made.precompute(chunk) > 0
+    return made
+
+
+def greedy(model: Any, ids: list[int], max_tokens: int) -> list[int]:
+    """The stock model's own answer, without the end token."""
+    answer = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False, num_beams=1)
+    return [token for token in answer[0, len(ids) :].tolist() if token != 2]
+
+
+def prefill(engine: TransformersEngine, prompt: SegmentedPrompt, ratio: float = 0.15, **changes: Any) -> PrefillResult:
+    """Fused KV and first logits, without decoding."""
+    values = {
+        "prompt": engine.segmenter.tokenize(prompt),
+        "mode": "blend",
+        "rule": "cacheblend",
+        "ratio": ratio,
+        "options": GenerationOptions(max_tokens=1),
+        "conversation": None,
+        "fit": None,
+        "adapts": False,
+        "grammar": None,
+        **changes,
+    }
+    assert set(values) == {field.name for field in fields(EngineRequest)}
+    return engine.prefill(EngineRequest(**values))
+
+
+def same_facts(first: BlendReport, second: BlendReport) -> bool:
+    """Equal but for the durations."""
+
+    def facts(report: BlendReport) -> dict[str, Any]:
+        return {name: value for name, value in report.as_dict().items() if not name.endswith("_s")}
+
+    return facts(first) == facts(second)
+
+
+# --- answers ---
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma"])
+def test_full_prefix_and_ratio_one_give_the_stock_models_greedy_answer(family, tiny_engine, stock_model):
+    engine = tiny_engine(family)
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    expected = greedy(stock_model(family), engine.segmenter.tokenize(PROMPT).token_ids, 10)
+    assert engine.generate(PROMPT, mode="full", max_tokens=10).token_ids == expected
+    assert engine.generate(PROMPT, mode="prefix", max_tokens=10).token_ids == expected
+    assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=10).token_ids == expected
+
+
+def test_reuse_is_blend_at_ratio_zero_and_differs_from_full_prefill(engine):
+    reuse, none = prefill(engine, PROMPT, mode="reuse"), prefill(engine, PROMPT, 0.0)
+    assert torch.equal(reuse.logits, none.logits)
+    assert (reuse.logits - prefill(engine, PROMPT, mode="full").logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
+def test_stream_and_generate_agree(mode, options, engine):
+    result = engine.generate(PROMPT, mode=mode, max_tokens=12, **options)
+    stream = engine.stream(PROMPT, mode=mode, max_tokens=12, **options)
+    pieces = list(stream)
+    assert "".join(pieces) == stream.result.text == result.text
+    assert stream.result.token_ids == result.token_ids
+    assert stream.result.finish_reason == result.finish_reason
+    assert same_facts(stream.result.report, result.report)
+
+
+@pytest.mark.parametrize("rule", ["auto", *RULES])
+def test_every_rule_answers_and_is_named_in_the_report(rule, engine):
+    report = engine.generate(PROMPT, rule=rule, recompute_ratio=0.2, max_tokens=2).report
+    assert report.rule == (rule if rule != "auto" else find_rule("auto", 0).name)
+    assert report.num_recomputed_tokens > 0
+
+
+def test_sampling_repeats_with_a_seed_and_changes_with_it(engine):
+    def answer(seed: int) -> list[int]:
+        return engine.generate(PROMPT, temperature=1.5, seed=seed, max_tokens=16).token_ids
+
+    assert answer(1) == answer(1)
+    assert answer(1) != answer(2)
+
+
+def test_the_answer_ends_before_a_stop_string(engine):
+    whole = engine.generate(PROMPT, mode="full", max_tokens=30).text
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
+    assert stop
+    for stops in ([stop], stop, [stop, "never in there"]):
+        result = engine.generate(PROMPT, mode="full", max_tokens=30, stop=stops)
+        assert result.text == whole.partition(stop)[0]
+        assert result.finish_reason == "stop"
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(engine):
+    expected = engine.generate(PROMPT, max_tokens=20)
+    found = engine.generate(PROMPT, max_tokens=20, stop=[expected.text[-3:] + "never"])
+    assert found.text == expected.text
+    assert found.finish_reason == expected.finish_reason
+
+
+def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
+    """The sampler says `answer`, whatever the logits."""
+
+    class Scripted:
+        logprobs = None
+
+        def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
+            self.tokens: Iterator[int] = iter(answer)
+
+        def choose(self, logits: torch.Tensor) -> int:
+            return next(self.tokens)
+
+    monkeypatch.setattr(generation, "Sampler", Scripted)
+
+
+def test_the_models_end_token_ends_the_answer_and_is_not_part_of_it(engine, monkeypatch):
+    ids = engine.segmenter.text_ids("the answer")
+    script(monkeypatch, [*ids, 2])
+    result = engine.generate(PROMPT)
+    assert (result.text, result.token_ids, result.finish_reason) == ("the answer", ids, "stop")
+    assert result.report.completion_tokens == len(ids)
+
+
+def test_the_answer_ends_where_the_context_does(make_model, segmenter):
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    layers = TransformersLayers(make_model(LlamaConfig, LlamaForCausalLM, max_position_embeddings=128))
+    with TransformersEngine(layers, segmenter, MemoryStore(1 << 20), name="short", fingerprint="f") as engine:
+        room = 128 - engine.segmenter.tokenize(PROMPT).num_tokens
+        assert 0 < room < 100
+        result = engine.generate(PROMPT, max_tokens=500, temperature=1.0, seed=3)
+        if result.finish_reason == "length":
+            assert len(result.token_ids) == room
+        with pytest.raises(PromptTooLongError, match=r"prompt takes \d+ tokens, short reads 128.*-k"):
+            engine.generate(SegmentedPrompt(CHUNKS * 3, "what?"))
+        with pytest.raises(PromptTooLongError, match=r"chunk takes \d+ tokens, short reads 128.*--chunk-size"):
+            engine.precompute("x" * 200)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode is 'fast'.*blend, full, prefix, reuse"),
+        ({"rule": "best"}, "rule .best. is unknown; choose .*cacheblend"),
+        ({"recompute_ratio": 1.5}, "recompute_ratio is 1.5"),
+        ({"recompute_ratio": float("nan")}, "recompute_ratio is nan"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
+)
+def test_bad_arguments_are_named_before_the_first_piece(options, message, engine):
+    with pytest.raises(UsageError, match=message):
+        engine.stream(PROMPT, **options)
+    with pytest.raises(UsageError, match=message):
+        engine.generate(PROMPT, **options)
+
+
+def test_an_unknown_on_miss_is_named(tiny_engine):
+    with pytest.raises(UsageError, match="on_miss is 'never'"):
+        tiny_engine(on_miss="never")
+
+
+# --- the report ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("missing", [(), (1,), (0, 1, 2)])
+def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
+    engine = tiny_engine("llama")
+    for index, chunk in enumerate(CHUNKS):
+        if index not in missing:
+            engine.precompute(chunk)
+    result = engine.generate(PROMPT, mode=mode, recompute_ratio=0.2, max_tokens=3)
+    report, tokenized = result.report, engine.segmenter.tokenize(PROMPT)
+    assert (report.mode, report.prompt_tokens, report.num_chunks) == (mode, tokenized.num_tokens, 3)
+    assert report.completion_tokens == len(result.token_ids)
+    assert [chunk.num_tokens for chunk in report.chunks] == [s.num_tokens for s in tokenized.chunk_segments]
+    assert [chunk.source for chunk in report.chunks] == ["one.txt", "two.txt", "three.txt"]
+    assert report.num_chunk_hits == sum(chunk.hit for chunk in report.chunks)
+    assert report.num_recomputed_tokens == sum(chunk.num_recomputed_tokens for chunk in report.chunks)
+    hit_tokens = sum(chunk.num_tokens for chunk in report.chunks if chunk.hit)
+    computed = report.prompt_tokens - report.num_prefix_tokens - hit_tokens
+    assert report.num_reused_tokens + report.num_recomputed_tokens + computed == report.prompt_tokens
+    assert all(chunk.hit or chunk.num_recomputed_tokens == 0 for chunk in report.chunks)
+    assert all(not chunk.exact or chunk.num_recomputed_tokens == 0 for chunk in report.chunks)
+    expected_hits = {
+        "full": [False] * 3,
+        "prefix": [0 not in missing, False, False],
+        "reuse": [index not in missing for index in range(3)],
+        "blend": [index not in missing for index in range(3)],
+    }[mode]
+    assert [chunk.hit for chunk in report.chunks] == expected_hits
+    assert (report.num_recomputed_tokens > 0) == (mode == "blend" and any(expected_hits))
+    assert report.num_prefix_tokens == (0 if mode == "full" else len(tokenized.prefix_ids))
+    assert 0 < report.lookup_s + report.fuse_s + report.stall_s <= report.ttft_s
+    assert report.rule == (find_rule("auto", 0).name if mode == "blend" else "none")
+    assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
+    assert json.loads(json.dumps(report.as_dict()))["mode"] == mode
+    assert f"{report.num_chunk_hits}/3 chunks" in report.summary()
+
+
+def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):
+    """It is computed, because its logits are the answer."""
+    joint = len(engine.segmenter.joint_ids)
+    report = engine.generate(SegmentedPrompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
+    at_end = engine.generate(SegmentedPrompt.from_parts(CHUNKS[:2]), mode="reuse", max_tokens=1).report
+    assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.segmenter.text_ids("Answer:"))
+    assert at_end.num_reused_tokens == at_end.prompt_tokens - joint - 1
+
+
+def test_the_charged_budget_counts_misses_and_probes(tiny_engine):
+    engine = tiny_engine("llama")
+    full = engine.generate(PROMPT, mode="full", max_tokens=1).report
+    assert full.charged_budget == full.charged_budget_32 == 1.0
+    nothing_stored = engine.generate(PROMPT, max_tokens=1).report
+    assert nothing_stored.charged_budget == pytest.approx(1.0)
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    assert engine.generate(PROMPT, mode="reuse", max_tokens=1).report.charged_budget == 0.0
+    report = engine.generate(PROMPT, rule="cacheblend", recompute_ratio=0.2, max_tokens=1).report
+    total = sum(chunk.num_tokens for chunk in report.chunks)
+    candidates, kept = total - report.chunks[0].num_tokens, report.num_recomputed_tokens
+    spent = candidates + (kept + candidates * engine.layers.kv_share) + 4 * kept
+    assert report.charged_budget == pytest.approx(spent / (6 * total))
+    assert report.charged_budget_32 < report.charged_budget
+    chosen = engine.generate(PROMPT, rule="random", recompute_ratio=0.2, max_tokens=1).report
+    assert chosen.charged_budget == pytest.approx(chosen.num_recomputed_tokens / total)
+
+
+@pytest.mark.parametrize("rule", ["ask", "random"])
+def test_layer_0_computed_instead_of_read_is_charged_once_at_any_depth(rule, tiny_engine, tmp_path):
+    disk, memory = tiny_engine("llama", DiskStore(tmp_path, fsync=False)), tiny_engine("llama")
+    for chunk in CHUNKS:
+        disk.precompute(chunk)
+        memory.precompute(chunk)
+    read, held = (engine.generate(PROMPT, rule=rule, recompute_ratio=0.2, max_tokens=4) for engine in (disk, memory))
+    assert read.token_ids == held.token_ids
+    share = disk.layers.kv_share
+    assert read.report.charged_budget - held.report.charged_budget == pytest.approx(share / 6)
+    assert read.report.charged_budget_32 - held.report.charged_budget_32 == pytest.approx(share / 32)
+
+
+def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engine):
+    def run(question: str, rule: str = "auto") -> BlendReport:
+        prompt = SegmentedPrompt(CHUNKS, question)
+        return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
+
+    short, long = run("what is that?"), run("what is that answer to the question? " * 20)
+    assert (short.rule, long.rule) == (DEFAULT_RULE, NO_PROBE_RULE)
+    assert short.probe_s > 0
+    assert short.fuse_s + short.stall_s >= short.probe_s
+    assert long.probe_s == 0
+    # A rule asked for by name runs.
+    assert run("what is that answer to the question? " * 20, DEFAULT_RULE).rule == DEFAULT_RULE
+
+
+def test_template_tokens_of_chunks_are_not_recomputed_for_a_question(tiny_engine, tokenizer):
+    declared = DeclaredFormat(chunk_prefix="<doc>", chunk_end="\n\n", question_prefix="<q>", answer_prefix="<a>")
+    engine = tiny_engine("llama", segmenter=Segmenter(tokenizer, declared))
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    tokenized = engine.segmenter.tokenize(PROMPT)
+    prefilled = prefill(engine, PROMPT, 0.3, rule="ask")
+    assert len(prefilled.recomputed) > 5
+    for segment in tokenized.chunk_segments:
+        template = [*range(segment.start, segment.start + segment.num_lead)]
+        template += range(segment.end - segment.num_tail, segment.end)
+        assert segment.num_lead > 0 < segment.num_tail
+        assert not set(template) & set(prefilled.recomputed.tolist())
+
+
+def test_the_question_is_the_suffix_also_behind_a_missing_chunk(tiny_engine):
+    """Its queries alone say what is relevant, not those of a chunk that happens to be computed in place."""
+    engine = tiny_engine("llama")
+    for chunk in CHUNKS[:2]:
+        engine.precompute(chunk)
+    request = engine.request(PROMPT, rule="ask")
+    found = engine._lookup(request, 0, set(), engine.store.get)
+    plan = engine._place(request, found, engine._decide(request, found).choice)
+    assert len(found.chunks) == 2
+    assert plan.num_queries == request.prompt.segments[-1].num_tokens
+
+
+def test_what_follows_the_last_chunk_asks_where_the_question_stands_before_it(tiny_engine, chat_segmenter):
+    engine = tiny_engine("llama", segmenter=chat_segmenter)
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    first = SegmentedPrompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
+    request = engine.request(first, rule="ask", recompute_ratio=0.3)
+    found = engine._lookup(request, 0, set(), engine.store.get)
+    plan = engine._place(request, found, engine._decide(request, found).choice)
+    tail = engine.segmenter._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
+    assert tail == "<|end|>\n<|im|>assistant"
+    exact = engine.generate(first, mode="full", max_tokens=4)
+    assert engine.generate(first, rule="ask", recompute_ratio=1.0, max_tokens=4).text == exact.text
+    assert engine.prefill(request).attention is not None
+
+
+def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, monkeypatch, tmp_path):
+    """Llama 3.2's kind of chat template writes the date into the prefix of every prompt."""
+    dated = "<s><|im_start|>system\nToday Date: {{ strftime_now('%d %b %Y') }}\n<|im_end|>" + CHATML
+    tokenizer = make_tokenizer(dated, specials=("<|im_start|>", "<|im_end|>"))
+    segmenter = Segmenter(tokenizer, prompt_format(tokenizer))
+    keys, texts = set(), set()
+    for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        engine = tiny_engine(segmenter=segmenter, store=DiskStore(tmp_path, fsync=False), on_miss="store")
+        report = engine.generate(PROMPT, max_tokens=1).report
+        engine.flush()
+        texts.add(segmenter.decode(segmenter.tokenize(PROMPT).token_ids))
+        keys.add(frozenset(engine.store.keys()))
+    assert report.num_chunk_hits == len(CHUNKS)
+    # Today's date stands in the prompt, but not in what the KV was computed behind: close, and called so.
+    assert {chunk.prefix_match for chunk in report.chunks} == {"approximate"}
+    assert (len(keys), len(texts)) == (1, 2)
+    assert all("21 Nov 2026" in text or "22 Nov 2026" in text for text in texts)
+
+
+def test_the_prefix_match_says_whether_the_prompts_own_prefix_was_found(tiny_engine):
+    engine = tiny_engine("llama", system="be brief")
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    own = engine.generate(SegmentedPrompt(CHUNKS, "what?", "be brief"), max_tokens=1).report
+    assert [chunk.prefix_match for chunk in own.chunks] == ["exact"] * 3
+    assert [chunk.exact for chunk in own.chunks] == [True, False, False]
+    other = engine.generate(SegmentedPrompt(CHUNKS, "what?", "be verbose"), max_tokens=1).report
+    assert [chunk.prefix_match for chunk in other.chunks] == ["approximate"] * 3
+    assert [chunk.exact for chunk in other.chunks] == [False] * 3
+    assert other.num_chunk_hits == 3
+    unknown = engine.generate(SegmentedPrompt(["never seen"], "what?", "be brief"), max_tokens=1).report
+    assert unknown.chunks[0].prefix_match is None
+
+
+def test_a_chunk_behind_an_approximate_prefix_is_not_exact_so_ratio_one_still_is(tiny_engine, stock_model):
+    engine = tiny_engine("llama", system="be brief")
+    engine.precompute(CHUNKS[0])
+    prompt = SegmentedPrompt(CHUNKS[:1], "what?", "something else entirely")
+    prefilled = prefill(engine, prompt, 1.0)
+    ids = engine.segmenter.tokenize(prompt).token_ids
+    with torch.inference_mode():
+        expected = stock_model("llama")(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(prefilled.logits, expected, atol=1e-4, rtol=0)
+    assert (prefill(engine, prompt, 0.0).logits - expected).abs().max() > 1e-3
+
+
+def test_the_same_chunk_twice_is_exact_once(engine):
+    report = engine.generate(SegmentedPrompt([CHUNKS[0], CHUNKS[0]], "what?"), max_tokens=1).report
+    assert [chunk.exact for chunk in report.chunks] == [True, False]
+    assert report.num_chunk_hits == 2
+
+
+# --- misses and the store ---
+
+
+def stored(engine: TransformersEngine) -> dict[str, ChunkKV]:
+    return {key: engine.store.get(key) for key in engine.store.keys()}  # noqa: SIM118 (a store is not a dict)
+
+
+def test_missed_chunks_are_stored_for_the_next_time(tiny_engine):
+    engine = tiny_engine("llama", on_miss="store")
+    first = engine.generate(PROMPT, max_tokens=2)
+    engine.flush()
+    assert first.report.num_chunk_hits == 0
+    assert all(engine.is_stored(chunk) for chunk in CHUNKS)
+    assert engine.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 3
+
+
+@pytest.mark.parametrize("mode", ["full", "prefix", "reuse", "blend"])
+def test_inline_misses_store_nothing(mode, tiny_engine):
+    engine = tiny_engine("llama", on_miss="inline")
+    engine.generate(PROMPT, mode=mode, max_tokens=2)
+    engine.flush()
+    assert stored(engine) == {}
+    assert engine.store.counters.num_puts == 0
+
+
+def test_what_is_stored_after_a_miss_was_computed_alone(tiny_engine):
+    """Invariant 7: not one bit of the prompt it was missed in."""
+    alone, missed = tiny_engine("llama"), tiny_engine("llama", on_miss="store")
+    for chunk in CHUNKS:
+        alone.precompute(chunk)
+    missed.generate(SegmentedPrompt(CHUNKS, "what?", "a system text of its own"), max_tokens=4)
+    missed.flush()
+    expected, found = stored(alone), stored(missed)
+    assert set(found) == set(expected)
+    for key, kv in expected.items():
+        assert found[key].header == kv.header
+        for layer in range(6):
+            assert torch.equal(found[key].layer(layer).keys, kv.layer(layer).keys)
+            assert torch.equal(found[key].layer(layer).values, kv.layer(layer).values)
+
+
+def test_answering_does_not_change_what_is_stored(engine):
+    before = {
+        key: [tuple(tensor.clone() for tensor in kv.layer(layer)) for layer in range(6)]
+        for key, kv in stored(engine).items()
+    }
+    for ratio in (0.0, 0.3, 1.0):
+        engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=4)
+    assert engine.store.counters.num_damaged == 0
+    for key, kv in stored(engine).items():
+        for layer in range(6):
+            for found, expected in zip(kv.layer(layer), before[key][layer], strict=True):
+                assert torch.equal(found, expected)
+
+
+def test_a_missing_chunk_is_computed_in_the_prompt(tiny_engine, stock_model):
+    engine = tiny_engine("llama")
+    engine.precompute(CHUNKS[0])
+    engine.precompute(CHUNKS[2])
+    ids = engine.segmenter.tokenize(PROMPT).token_ids
+    assert engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8).token_ids == greedy(stock_model("llama"), ids, 8)
+
+
+def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
+    engine = tiny_engine("llama", store=MemoryStore(100), on_miss="store")
+    result = engine.generate(PROMPT, max_tokens=3)
+    assert result.token_ids
+    with pytest.raises(StoreFullError):
+        engine.flush()
+    engine.flush()  # told once
+
+
+def test_precompute_stores_a_chunk_once_and_says_how_much(tiny_engine):
+    engine = tiny_engine("llama")
+    nbytes = engine.precompute(CHUNKS[0])
+    assert nbytes == engine.bytes_per_token * len(engine.segmenter.chunk_ids(CHUNKS[0]))
+    assert engine.bytes_per_token == 6 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
+    assert engine.precompute(CHUNKS[0].text) == 0
+    assert engine.store.counters.num_puts == 1
+    key = chunk_key("tiny-llama", engine.default_prefix_ids, engine.segmenter.chunk_ids(CHUNKS[0]))
+    assert stored(engine)[key].header.prefix_ids == engine.default_prefix_ids
+
+
+def test_forget_drops_one_chunk(engine):
+    assert engine.forget(CHUNKS[1]) is True
+    assert engine.forget(CHUNKS[1]) is False
+    assert [engine.is_stored(chunk) for chunk in CHUNKS] == [True, False, True]
+
+
+def test_one_namespace_never_reads_anothers(tiny_engine):
+    store = MemoryStore(1 << 28)
+    mine, yours = tiny_engine("llama", store, namespace="mine"), tiny_engine("llama", store, namespace="yours")
+    for chunk in CHUNKS:
+        mine.precompute(chunk)
+    assert mine.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 3
+    assert yours.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 0
+    assert not yours.is_stored(CHUNKS[0])
+    assert yours.precompute(CHUNKS[0]) > 0
+
+
+def test_another_models_kv_is_never_used(tiny_engine):
+    store = MemoryStore(1 << 28)
+    one, other = tiny_engine("llama", store), tiny_engine("llama", store, fingerprint="other weights")
+    one.precompute(CHUNKS[0])
+    assert other.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 0
+
+
+def flip(store: DiskStore, key: str, share: float) -> None:
+    """Change one byte at `share` of the file's length."""
+    path = store.root / key[:2] / f"{key}.safetensors"
+    data = bytearray(path.read_bytes())
+    place = min(int(len(data) * share), len(data) - 1)
+    data[place] ^= 1
+    with path.open("r+b") as stream:
+        stream.write(data)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.7, 1.0])  # header, an early, a middle and the last layer
+def test_a_damaged_entry_is_a_miss_and_never_an_answer(share, tiny_engine, tmp_path):
+    store = DiskStore(tmp_path / "damaged", fsync=False)
+    engine, intact = tiny_engine("llama", store), tiny_engine("llama", DiskStore(tmp_path / "intact", fsync=False))
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    intact.precompute(CHUNKS[0])
+    intact.precompute(CHUNKS[2])
+    flip(store, engine.key(CHUNKS[1]), share)
+    found, expected = prefill(engine, PROMPT), prefill(intact, PROMPT)
+    torch.testing.assert_close(found.logits, expected.logits, atol=0, rtol=0)
+    for layer in range(6):
+        count = found.fused.length
+        assert torch.equal(found.fused.keys(layer)[:, :count], expected.fused.keys(layer)[:, :count])
+        assert torch.equal(found.fused.values(layer)[:, :count], expected.fused.values(layer)[:, :count])
+    assert [chunk.hit for chunk in found.report.chunks] == [True, False, True]
+    assert store.counters.num_damaged == 1
+    assert found.report.num_damaged_entries == (1 if share > 0 else 0)  # met in the middle of the fuse, not at lookup
+    assert not engine.is_stored(CHUNKS[1])
+    assert [segment.chunk for segment in found.misses] == [CHUNKS[1]]
+
+
+def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_model):
+    store = DiskStore(tmp_path, fsync=False)
+    engine = tiny_engine("llama", store, on_miss="store")
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+        flip(store, engine.key(chunk), 1.0)
+    result = engine.generate(PROMPT, max_tokens=6)
+    ids = engine.segmenter.tokenize(PROMPT).token_ids
+    assert result.token_ids == greedy(stock_model("llama"), ids, 6)
+    assert result.report.num_damaged_entries == 3
+    engine.flush()  # and they are repaired for the next time
+    healed = engine.generate(PROMPT, max_tokens=1).report
+    assert (healed.num_chunk_hits, healed.num_damaged_entries) == (3, 0)
+
+
+# --- conversations ---
+
+
+@pytest.fixture
+def chat_engine(tiny_engine: Any, make_tokenizer: Any) -> TransformersEngine:
+    tokenizer = make_tokenizer(CHATML, ("<|im_start|>", "<|im_end|>"))
+    engine = tiny_engine("llama", segmenter=Segmenter(tokenizer, prompt_format(tokenizer)))
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    return engine
+
+
+def turns(*answers: str) -> SegmentedPrompt:
+    """A question about the first chunks, the answers so far, and a question about the last chunk."""
+    messages: list[tuple[str, Any]] = [("user", [CHUNKS[0], CHUNKS[1], "what is that?"])]
+    for answer in answers:
+        messages += [("assistant", answer), ("user", [CHUNKS[2], "and the other?"])]
+    return SegmentedPrompt.from_messages(messages)
+
+
+def test_the_second_turn_reuses_the_first_and_is_exact_at_ratio_one(chat_engine, stock_model, monkeypatch):
+    conversation = Conversation()
+    answer = chat_engine.segmenter.text_ids("the answer is that")
+    with monkeypatch.context() as patch:
+        script(patch, [*answer, 2])
+        first = chat_engine.generate(turns(), recompute_ratio=1.0, conversation=conversation)
+    second = turns(first.text)
+    ids = chat_engine.segmenter.tokenize(second).token_ids
+    prefilled = prefill(chat_engine, second, 1.0, conversation=conversation)
+    assert prefilled.report.num_prefix_tokens == first.report.prompt_tokens + len(answer)
+    assert [chunk.hit for chunk in prefilled.report.chunks] == [True] * 3
+    assert [chunk.exact for chunk in prefilled.report.chunks] == [True, True, False]
+    with torch.inference_mode():
+        expected = stock_model("llama")(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(prefilled.logits, expected, atol=1e-4, rtol=0)
+    result = chat_engine.generate(second, recompute_ratio=1.0, max_tokens=8, conversation=conversation)
+    assert result.token_ids == greedy(stock_model("llama"), ids, 8)
+    assert conversation.fused is not None
+    assert conversation.fused.length == len(conversation.token_ids)
+    assert conversation.token_ids[: len(ids)] == ids
+
+
+def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_model):
+    conversation = Conversation()
+    first = chat_engine.generate(turns(), mode="full", max_tokens=5, conversation=conversation)
+    second = turns(first.text)
+    found = prefill(chat_engine, second, 1.0, conversation=conversation)
+    assert found.report.num_prefix_tokens >= first.report.prompt_tokens
+    with torch.inference_mode():
+        ids = chat_engine.segmenter.tokenize(second).token_ids
+        expected = stock_model("llama")(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(found.logits, expected, atol=1e-4, rtol=0)
+
+
+def test_another_conversation_that_parts_inside_a_chunk_keeps_that_chunk_whole(chat_engine, stock_model):
+    conversation = Conversation()
+    chat_engine.generate(turns(), recompute_ratio=1.0, max_tokens=2, conversation=conversation)
+    changed = SegmentedPrompt.from_messages([("user", [CHUNKS[0], Chunk(CHUNKS[1].text + " too"), "what is that?"])])
+    found = prefill(chat_engine, changed, 1.0, conversation=conversation)
+    second = chat_engine.segmenter.tokenize(changed).chunk_segments[1]
+    assert found.report.num_prefix_tokens == second.start
+    with torch.inference_mode():
+        ids = chat_engine.segmenter.tokenize(changed).token_ids
+        expected = stock_model("llama")(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(found.logits, expected, atol=1e-4, rtol=0)
+
+
+def test_the_same_prompt_again_still_computes_its_last_token(chat_engine):
+    conversation = Conversation()
+    first = chat_engine.generate(turns(), recompute_ratio=1.0, max_tokens=5, conversation=conversation)
+    again = chat_engine.generate(turns(), recompute_ratio=1.0, max_tokens=5, conversation=conversation)
+    assert again.token_ids == first.token_ids
+    assert again.report.num_prefix_tokens == again.report.prompt_tokens - 1
+
+
+def test_nothing_of_a_conversation_enters_the_store(chat_engine):
+    before = set(chat_engine.store.keys())
+    conversation = Conversation()
+    first = chat_engine.generate(turns(), max_tokens=4, conversation=conversation)
+    chat_engine.generate(turns(first.text), max_tokens=4, conversation=conversation)
+    assert set(chat_engine.store.keys()) == before
+
+
+# --- text that is none ---
+
+HALF = "half \ud83d emoji"
+
+
+@pytest.mark.parametrize(
+    ("what", "prompt"),
+    [
+        ("the user text", SegmentedPrompt(CHUNKS, HALF)),
+        ("the system text", SegmentedPrompt(CHUNKS, "what is that?", HALF)),
+        ("a chunk", SegmentedPrompt([CHUNKS[0], HALF], "what is that?")),
+        (
+            "the assistant text",
+            SegmentedPrompt.from_messages([("user", "what?"), ("assistant", HALF), ("user", "so?")]),
+        ),
+    ],
+)
+def test_half_a_character_in_a_prompt_is_named_with_its_place_and_the_way_out(engine, what, prompt):
+    message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
+    for ask in (engine.generate, engine.stream, engine.explain):
+        with pytest.raises(UsageError, match=message):
+            ask(prompt)
+
+
+def test_half_a_character_is_named_wherever_else_text_comes_in(engine, tiny_engine):
+    for call in (engine.precompute, engine.is_stored, engine.forget, engine.key):
+        with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
+            call(HALF)
+    with pytest.raises(UsageError, match="a chunk holds"):
+        engine.precompute(Chunk("the other chunk", context="similar", context_texts=(HALF,)))
+    with pytest.raises(UsageError, match="a chunk holds"):
+        list(engine.precompute_all([CHUNKS[0], HALF]))
+    with pytest.raises(UsageError, match="a stop string holds"):
+        engine.generate(PROMPT, stop=[HALF])
+    for name, what in (("system", "the system text"), ("namespace", "the namespace")):
+        with pytest.raises(UsageError, match=f"{what} holds"):
+            tiny_engine(**{name: HALF})
+    whole = HALF.encode("utf-8", "replace").decode()  # as the message says
+    assert engine.generate(SegmentedPrompt(CHUNKS, whole), max_tokens=1).report.num_chunk_hits == 3
+
+
+# --- streams and threads ---
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work` in another thread; fails when it hangs."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "the engine is still held"
+    return found[0]
+
+
+def test_closing_a_stream_early_frees_the_engine(engine, monkeypatch):
+    expected = engine.generate(PROMPT, max_tokens=4).token_ids
+    ids = engine.segmenter.text_ids("the answer is long enough")
+    with monkeypatch.context() as patch:
+        script(patch, ids)
+        stream = engine.stream(PROMPT, max_tokens=50)
+        shown = next(stream)
+        stream.close()
+    assert stream.result.finish_reason == "cancelled"
+    assert stream.result.text == shown
+    assert stream.result.report.completion_tokens == len(stream.result.token_ids) == 1
+    assert stream.result.report.num_chunk_hits == 3
+    assert list(stream) == []
+    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).token_ids) == expected
+
+
+def test_a_stream_that_is_never_read_holds_nothing(engine):
+    unread = engine.stream(PROMPT, max_tokens=4)
+    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=4).text) is not None
+    unread.close()
+    assert unread.result.finish_reason == "cancelled"
+
+
+def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, caplog):
+    """Half read, read by another thread at this moment, and not begun; with chunks that would have been stored."""
+    engine = tiny_engine(on_miss="store", shadow=1.0)
+    engine.precompute(CHUNKS[0])
+    monkeypatch.setattr(engine, "stop_ids", frozenset)  # nothing ends them but the context, seconds later
+    half, running, unread = (engine.stream(PROMPT, max_tokens=2000) for _ in range(3))
+    shown = [next(half)]
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.extend(running), daemon=True)
+    thread.start()
+    while len(running.result.token_ids) < 5:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    shown += half
+    assert list(unread) == []
+    for stream, pieces in ((half, shown), (running, ended), (unread, [])):
+        assert (stream.result.finish_reason, stream.result.text) == ("cancelled", "".join(pieces))
+        assert stream.result.report.completion_tokens == len(stream.result.token_ids) < 1000
+    with pytest.raises(EngineClosedError, match="load it again"):
+        engine.stream(PROMPT)
+    engine.close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_open_stream_does_not_block_others(engine):
+    expected = engine.generate(PROMPT, mode="full", max_tokens=6)
+    stream = engine.stream(PROMPT, mode="full", max_tokens=6)
+    first = next(stream)
+    assert in_thread(lambda: engine.generate(PROMPT, mode="full", max_tokens=6).text) == expected.text
+    assert first + "".join(stream) == expected.text
+
+
+def test_an_error_while_answering_frees_the_engine(engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.layers, "logits", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(PROMPT)
+    assert in_thread(lambda: engine.generate(PROMPT, max_tokens=2).token_ids)
+
+
+def test_eight_threads_get_the_right_answers(tiny_engine, tmp_path):
+    engine = tiny_engine("llama", DiskStore(tmp_path, fsync=False), on_miss="store")
+    prompts = [SegmentedPrompt([CHUNKS[i % 3], CHUNKS[(i + 1) % 3]], f"question {i}?") for i in range(8)]
+    for chunk in CHUNKS:
+        engine.precompute(chunk)
+    expected = [engine.generate(prompt, max_tokens=6).token_ids for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        for _ in range(2):
+            found[index] = engine.generate(prompts[index], max_tokens=6).token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[index] for index in range(8)] == expected
+    assert len({tuple(tokens) for tokens in expected}) > 1
+
+
+def test_threads_that_miss_the_same_chunks_store_each_once(tiny_engine):
+    engine = tiny_engine("llama", on_miss="store")
+    threads = [threading.Thread(target=engine.generate, args=(PROMPT,), kwargs={"max_tokens": 2}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    engine.flush()
+    assert engine.store.counters.num_puts == 3
+    assert engine.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 3
+
+
+def test_leaving_the_engine_finishes_its_background_work(tiny_layers, segmenter):
+    store = MemoryStore(1 << 28)
+    options: dict[str, Any] = {"name": "tiny", "fingerprint": "f", "check": False}
+    with TransformersEngine(tiny_layers("llama"), segmenter, store, **options) as engine:
+        engine.generate(PROMPT, max_tokens=1)
+    assert len(list(store.keys())) == 3
+    assert not [thread for thread in threading.enumerate() if re.match("ragblend-(backfill|loader)", thread.name)]
+
+
+def test_the_report_has_the_fields_that_users_are_promised():
+    names = {field.name for field in fields(BlendReport)}
+    assert names >= {
+        "ttft_s", "load_s", "fuse_s", "prompt_tokens", "num_chunks", "num_chunk_hits", "num_reused_tokens",
+        "num_recomputed_tokens", "charged_budget", "charged_budget_32", "rule", "mode",
+    }  # fmt: skip
+
+
+def test_keys_are_made_ahead_only_for_a_tier_that_is_far_away(tiny_engine, tmp_path, monkeypatch):
+    """Without one, every chunk's key is made once per request; it used to be made twice."""
+    tiers = ((DiskStore(tmp_path / "kv", fsync=False), 1), (RemoteStore(DictValues()), 2))
+    for tier, times in tiers:
+        engine = tiny_engine("llama", TieredStore(MemoryStore(1 << 26), tier))
+        for chunk in CHUNKS:
+            engine.precompute(chunk)
+        request, made, original = engine.request(PROMPT), [], engine._key
+        monkeypatch.setattr(engine, "_key", lambda *of, made=made, key=original: (made.append(of), key(*of))[1])
+        report = engine.prefill(request).report
+        assert all(chunk.hit for chunk in report.chunks)
+        assert len(made) == times * len(CHUNKS)
+
+
+def test_the_layers_times_are_noted_only_when_asked(engine):
+    prefill(engine, PROMPT)
+    assert engine.timelines is None
+    engine.timelines = []
+    asked = prefill(engine, PROMPT)
+    (timeline,) = engine.timelines
+    assert [len(events) for events in timeline] == [6, 6]
+    assert sum(event.end_s - event.start_s for event in timeline.fuse) <= asked.report.fuse_s * 1.001
+    assert sum(event.end_s - event.start_s for event in timeline.load) == pytest.approx(asked.report.load_s)
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what nobody has stored"),)])
+def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
+    """The only chunk is exact where it stands, or missing: nothing is stale, and nothing is asked."""
+    prompt = SegmentedPrompt(chunks, "what is that?")
+    full = engine.generate(prompt, mode="full", max_tokens=8)
+    assert engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=8).token_ids == full.token_ids

@@ -1,0 +1,437 @@
+"""What can be fused is fused exactly; what cannot is refused at load, by name, with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import LATENT, WINDOWED
+from reference import as_held
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+from transformers.models.arcee.configuration_arcee import ArceeConfig
+from transformers.models.arcee.modeling_arcee import ArceeForCausalLM
+from transformers.models.cohere.configuration_cohere import CohereConfig
+from transformers.models.cohere.modeling_cohere import CohereForCausalLM
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+from transformers.models.glm.configuration_glm import GlmConfig
+from transformers.models.glm.modeling_glm import GlmForCausalLM
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+from transformers.models.hunyuan_v1_dense.configuration_hunyuan_v1_dense import HunYuanDenseV1Config
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1ForCausalLM
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
+from transformers.models.mamba.configuration_mamba import MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaForCausalLM
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.nemotron.configuration_nemotron import NemotronConfig
+from transformers.models.nemotron.modeling_nemotron import NemotronForCausalLM
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
+from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
+
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.self_check import self_check
+from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
+from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers
+from ragblend.errors import UnsupportedModelError
+
+FULL = ["full_attention"] * 6
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def load(model: Any, name: str = "tiny") -> TransformersLayers:
+    """What loading does: refuse by layer type, then check exactness."""
+    layers = TransformersLayers(model)
+    self_check(layers, layers.config.vocab_size, name)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "changes", "named"),
+    [
+        (Llama4TextConfig, Llama4ForCausalLM, {}, "chunked_attention"),
+        (Olmo2Config, Olmo2ForCausalLM, {}, "Olmo2Attention"),
+        (Gemma3TextConfig, Gemma3ForCausalLM, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_layers_that_cannot_be_fused_are_refused_by_their_type(config, model, changes, named):
+    refused(config, model, named, **SIZES, **changes)
+
+
+SIZES = {
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+
+
+def refused(config: Any, model: Any, named: str, **fields: Any) -> None:
+    with torch.device("meta"):  # types alone are looked at, so the weights need no memory
+        tiny = model(config(**fields))
+    with pytest.raises(UnsupportedModelError, match=rf"{model.__name__}.*{named}.*attention with RoPE.*Llama"):
+        reject_unsupported_model(tiny)
+
+
+INDEXED = [(DeepseekV32Config, DeepseekV32ForCausalLM), (GlmMoeDsaConfig, GlmMoeDsaForCausalLM)]
+RECURRENT = [
+    (BambaConfig, BambaForCausalLM),
+    (FalconH1Config, FalconH1ForCausalLM),
+    (JambaConfig, JambaForCausalLM),
+    (Lfm2Config, Lfm2ForCausalLM),
+    (MambaConfig, MambaForCausalLM),
+    (Mamba2Config, Mamba2ForCausalLM),
+    (NemotronHConfig, NemotronHForCausalLM),
+    (Qwen3NextConfig, Qwen3NextForCausalLM),
+    (RecurrentGemmaConfig, RecurrentGemmaForCausalLM),
+    (Zamba2Config, Zamba2ForCausalLM),
+]
+
+
+@pytest.mark.parametrize(("config", "model"), INDEXED)
+def test_latent_attention_with_an_index_is_refused_for_the_index(config, model):
+    refused(config, model, r"multi-head latent attention \(MLA\) with an index.*keys of its own", **SIZES)
+
+
+@pytest.mark.parametrize(("config", "model"), RECURRENT)
+def test_state_space_and_hybrid_models_are_refused_for_their_state(config, model):
+    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if config is Lfm2Config else {}
+    refused(config, model, "one state of everything before them", **kinds)
+
+
+def test_models_without_rope_attention_are_refused():
+    tiny = GPT2LMHeadModel(GPT2Config(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no decoder of RoPE attention.*Llama"):
+        reject_unsupported_model(tiny)
+
+
+def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
+    """A soft cap in the config of a model that has none: its own logits are not capped."""
+    model = tiny_model("llama")
+    model.config.final_logit_softcapping = 1.0
+    with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of ratio 1\.0"):
+        load(model)
+
+
+def test_dynamic_ntk_rope_is_refused_by_name(make_model):
+    with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
+        reject_unsupported_model(make_model(LlamaConfig, LlamaForCausalLM, rope_parameters=DYNAMIC))
+
+
+@pytest.mark.parametrize("window", [2048, 4096])
+def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
+    layers = load(make_model(MistralConfig, MistralForCausalLM, sliding_window=window))
+    assert layers.context_length == 2048
+    assert layer_windows(layers.config) == (None,) * 6
+    assert layers.global_layers == ()
+
+
+def test_windows_are_those_that_the_model_masks_by(tiny_layers):
+    assert {family: layer_windows(tiny_layers(family).config) for family in WINDOWED} == {
+        "gemma2": (50, None) * 3,
+        "gemma3": (52, 52, None) * 2,
+        "gpt_oss": (51, None) * 3,
+        "mistral_window": (53,) * 6,
+        "qwen2_window": (None, None, None, 54, 54, 54),
+        "qwen3_window": (55,) * 6,
+        "phi3_window": (56,) * 6,
+    }
+    assert tiny_layers("gemma2").global_layers == (1, 3, 5)
+    assert tiny_layers("mistral_window").global_layers == ()  # all are alike
+    assert tiny_layers("llama").global_layers == ()
+
+
+def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """Windows are thousands of tokens, and the prompt of the check is short. It leaves them as they were."""
+    model = tiny_model("mistral_window")
+    model.config.sliding_window = 1024
+    load(model)
+    assert (model.config.sliding_window, layer_windows(model.config)) == (1024, (1024,) * 6)
+    monkeypatch.setattr("ragblend.engine.transformers.layers.layer_windows", lambda config: (1024, None) * 3)
+    with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
+        load(model)
+
+
+@pytest.mark.parametrize("changed", ["full_attention", "sliding_attention"])
+def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed, make_model):
+    config, model, changes = WINDOWED["gemma3"]
+    tiny = make_model(config, model, **changes)
+    tiny.config.rope_parameters[changed]["rope_type"] = "dynamic"
+    with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
+        reject_unsupported_model(tiny)
+
+
+def test_longrope_is_used_up_to_its_original_length(make_model):
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
+    layers = load(make_model(Phi3Config, Phi3ForCausalLM, rope_parameters=rope, original_max_position_embeddings=256))
+    assert layers.context_length == 256
+
+
+# --- the exactness check ---
+
+
+def test_every_supported_family_passes_the_check(family, tiny_model):
+    load(tiny_model(family))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *WINDOWED])
+def test_half_precision_passes_the_check(family, dtype, tiny_model):
+    load(tiny_model(family).to(dtype))
+
+
+RELATIVES = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {}),  # QK-norm over all heads at once
+    "arcee": (ArceeConfig, ArceeForCausalLM, {}),
+    "cohere": (CohereConfig, CohereForCausalLM, {}),  # interleaved RoPE
+    "glm": (GlmConfig, GlmForCausalLM, {}),  # interleaved, partial
+    "hunyuan": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM, {}),  # QK-norm after RoPE
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),  # some layers without RoPE
+    "nemotron": (NemotronConfig, NemotronForCausalLM, {}),
+    "llama4": (Llama4TextConfig, Llama4ForCausalLM, {"layer_types": FULL}),  # layers of another signature
+    "mixtral_window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": 30}),
+    "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": 30}),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 30}),
+    "qwen3_moe_window": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 30, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, {"sliding_window": 30}),  # interleaved, and layers without RoPE
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, {"sliding_window": 30}),  # norms after the blocks alone
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM, {"sliding_window": 30}),  # the same
+}
+REFUSED = ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4", "cohere2", "olmo3", "exaone4")
+
+
+@pytest.mark.parametrize("name", ["cohere", "glm", "hunyuan", "smollm3", "llama4"])
+def test_architectures_that_only_look_standard_fail_the_check(name, make_model):
+    config, model, changes = RELATIVES[name]
+    tiny = make_model(config, model, **changes)
+    reject_unsupported_model(tiny)  # nothing about their attributes gives them away
+    with pytest.raises(UnsupportedModelError, match=r"^tiny (fails the exactness check of|has layers that cannot)"):
+        load(tiny)
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_an_architecture_is_either_refused_or_exact(name, make_model):
+    """Never a third thing: a model that loads gives the logits of a copy that ragblend has not touched."""
+    config, model, changes = RELATIVES[name]
+    stock = make_model(config, model, **changes)
+    stock.set_attn_implementation("eager")
+    ids = torch.randint(3, 300, (80,), generator=torch.Generator().manual_seed(0))
+    try:
+        layers = load(make_model(config, model, **changes))
+    except UnsupportedModelError:
+        assert name in REFUSED
+        return
+    assert name not in REFUSED
+    fused, hidden, rows = FusedKV.allocate(layers.kv_shapes, 80, layers.like), layers.embed(ids), torch.arange(80)
+    with torch.inference_mode():
+        for layer in range(layers.num_layers):
+            hidden = layers.run_layer(layer, hidden, rows, fused)
+        torch.testing.assert_close(layers.logits(hidden), stock(ids[None]).logits[0], atol=1e-4, rtol=0)
+
+
+def sabotage_rope_of_one_layer(model: Any) -> None:
+    """Layer 3 turns twice as fast as the tables say."""
+    attention = model.model.layers[3].self_attn
+    forward = attention.forward
+
+    def other_frequencies(*args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+        cos, sin = position_embeddings
+        return forward(*args, position_embeddings=(2 * cos * cos - 1, 2 * sin * cos), **kwargs)
+
+    attention.forward = other_frequencies
+
+
+def sabotage_values(model: Any) -> None:
+    """Values depend on how many tokens run together, as in a layer that mixes tokens outside attention."""
+    projection = model.model.layers[2].self_attn.v_proj
+    forward = projection.forward
+    projection.forward = lambda hidden: forward(hidden) + forward(hidden).mean(dim=-2, keepdim=True)
+
+
+def sabotage_embedding(model: Any) -> None:
+    """A position within the call comes in beside RoPE, as learned position embeddings would."""
+    decoder = model.model.layers[0]
+    run = decoder.forward
+    decoder.forward = lambda hidden, **kwargs: run(
+        hidden + 0.3 * torch.arange(hidden.shape[1])[None, :, None].to(hidden), **kwargs
+    )
+
+
+def sabotage_with_nan(model: Any) -> None:
+    model.model.layers[4].self_attn.k_proj.weight.data[:] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "sabotage", [sabotage_rope_of_one_layer, sabotage_values, sabotage_embedding, sabotage_with_nan]
+)
+def test_a_sabotaged_model_fails_the_check(sabotage, tiny_model):
+    model = tiny_model("llama")
+    load(model)
+    sabotage(model)
+    with pytest.raises(UnsupportedModelError, match="tiny fails the exactness check of"):
+        load(model)
+
+
+def test_a_wrong_rotation_is_named(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    layers = TransformersLayers(tiny_model("llama"))
+    monkeypatch.setattr(layers, "place_keys", lambda layer, keys, rows: keys)
+    with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of key placement \(RoPE\)"):
+        self_check(layers, 300, "tiny")
+
+
+def test_a_mask_that_shows_later_tokens_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    def three_too_many(query: Any, keys: Any, values: Any, rows: Any, scale: float | None, sight: Any) -> torch.Tensor:
+        num_rows, num_keys = query.shape[2], keys.shape[2]
+        mask = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows + 3)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+
+    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", three_too_many)
+    with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
+        load(tiny_model("llama"))
+
+
+# --- the facts a LayerwiseModel tells ---
+
+
+def test_shapes_and_depth_are_the_models(family, tiny_layers):
+    layers = tiny_layers(family)
+    heads = 4 if family == "phi3_mha" else 2
+    assert layers.kv_shapes == [(1, 8, 24) if family in LATENT else (heads, 16, 16)] * 6
+    assert layers.num_layers == 6
+    assert layers.context_length == 2048
+    assert layers.like.dtype == torch.float32
+    assert 0 < layers.kv_share < 1
+
+
+def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values(tiny_layers):
+    layer = tiny_layers("llama").model.model.layers[0]
+    made = 2 * 64 * 32
+    assert tiny_layers("llama").kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
+
+
+def test_rows_are_rotated_the_same_whether_their_rotation_is_at_hand_or_not(tiny_layers):
+    layers, fresh = tiny_layers("llama"), tiny_layers("llama")
+    generator = torch.Generator().manual_seed(0)
+    many = [torch.arange(start, start + 4) for start in (0, 7, 100, 300, 700)]  # more than are kept
+    keys = torch.randn(2, 4, 16, generator=generator)
+    for rows in (*many, *many, many[0], many[0]):
+        assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
+        assert len(layers._turns) <= MAX_CACHED_TABLES
+
+
+def test_a_rotation_is_gathered_once_for_all_layers(tiny_layers, monkeypatch: pytest.MonkeyPatch):
+    layers, rows = tiny_layers("llama"), torch.arange(5, 9)
+    keys = torch.randn(2, 4, 16)
+    layers.place_keys(0, keys, rows)
+    monkeypatch.setattr(layers, "_rope", lambda _: pytest.fail("gathered again"))
+    for layer in range(1, layers.num_layers):
+        layers.place_keys(layer, keys, rows)
+
+
+def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
+    ids = torch.randint(3, 300, (70,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits, kv = tiny_layers(family).full_prefill(ids)
+        expected = stock_model(family)(ids[None])
+    torch.testing.assert_close(logits, expected.logits[0, -1], atol=1e-4, rtol=0)
+    for layer, other in zip(kv, expected.past_key_values.layers, strict=True):
+        assert layer.keys.shape[1] == 70
+        keys, values = as_held(stock_model(family), other.keys[0], other.values[0])
+        last = slice(70 - keys.shape[1], 70)  # transformers keeps a window; who decodes from ours may look back
+        torch.testing.assert_close(layer.keys[:, last], keys, atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer.values[:, last], values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("loaded_later", ["llama", "gpt_oss", "gemma2"])
+def test_a_model_keeps_its_own_eager_attention_whatever_is_loaded_later(loaded_later, stock_model, tiny_model):
+    ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1))
+    families = ("llama", "gpt_oss", "deepseek_v2")
+    layers = {family: TransformersLayers(tiny_model(family)) for family in families}
+    TransformersLayers(tiny_model(loaded_later))
+    for family in families:
+        with torch.inference_mode():
+            logits, _ = layers[family].full_prefill(ids)
+            expected = stock_model(family)(ids[None]).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tiny_layers):
+    ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2))
+    ids[0, :7] = 0
+    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
+    expected = stock_model(family).generate(ids, **arguments)
+    assert tiny_layers(family).model.generate(ids, **arguments).tolist() == expected.tolist()
+
+
+def test_a_bottom_right_mask_over_scattered_rows_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """Exact at ratios 0 and 1, wrong between them: the causal mask that attention kernels build by themselves."""
+
+    def bottom_right(query, keys, values, rows, scale, sight):
+        num_rows, end = query.shape[2], int(rows[-1]) + 1
+        mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+
+    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
+    with pytest.raises(UnsupportedModelError, match="scattered rows over exact KV"):
+        self_check(TransformersLayers(tiny_model("llama")), 300, "sabotaged")

@@ -1,0 +1,444 @@
+"""Finding, fingerprinting and loading a model; one store per model unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.transformers.model import (
+    IRRELEVANT_FIELDS,
+    architecture,
+    find_model,
+    load_model,
+    model_fingerprint,
+)
+from ragblend.errors import NotFoundError, StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.lab.bench.common.shapes import SHAPES
+from ragblend.lab.bench.common.workloads import random_model
+from ragblend.options import ModelOptions
+from ragblend.prompt.prompt import SegmentedPrompt
+
+PROMPT = SegmentedPrompt(["Kim Lee works at Oston. ", "Oston is a city. "], "Where does Kim Lee work?")
+
+
+@pytest.fixture(autouse=True)
+def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Any) -> Path:
+    """A tiny Llama as `save_pretrained` writes it."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def fingerprint(path: Path, dtype: str = "float32") -> str:
+    return model_fingerprint(path, dtype)
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# --- finding ---
+
+
+def test_demo_is_found_inside_the_package():
+    assert (find_model("demo") / "config.json").is_file()
+
+
+def test_a_directory_is_found_by_its_path(saved):
+    assert find_model(str(saved)) == saved
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/model", "~/no-such-model", "a/b/c"])
+def test_a_missing_path_is_named(name):
+    with pytest.raises(NotFoundError, match=rf"no model directory at {name}.*'demo'"):
+        find_model(name)
+
+
+def test_a_directory_without_a_config_is_no_model(tmp_path):
+    with pytest.raises(NotFoundError, match=r"has no config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_a_file_is_no_model(saved):
+    with pytest.raises(NotFoundError, match="no model directory"):
+        find_model(str(saved / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model-here", "no such model"])
+def test_a_model_that_hugging_face_cannot_give_is_named_with_a_way_out(name):
+    with pytest.raises(NotFoundError, match=rf"model '{name}' is neither here nor on Hugging Face.*--model demo"):
+        find_model(name)
+
+
+# --- fingerprint ---
+
+
+def test_the_fingerprint_survives_a_move_and_new_timestamps(saved, copied):
+    before = fingerprint(copied)
+    for file in copied.iterdir():
+        os.utime(file, (1, 1))
+    assert fingerprint(copied) == before == fingerprint(saved)
+
+
+def test_one_changed_weight_byte_changes_the_fingerprint(copied):
+    before = fingerprint(copied)
+    (weights,) = copied.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(copied) != before
+
+
+def test_the_dtype_changes_the_fingerprint(saved):
+    assert fingerprint(saved, "float32") != fingerprint(saved, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"rms_norm_eps": 1e-3},
+        {"hidden_act": "gelu"},
+        # None of these is a field that ragblend has heard of.
+        {"attn_logit_softcapping": 50.0},
+        {"query_pre_attn_scalar": 224},
+        {"new_field_of_next_year": 1},
+        {"text_config": {"rope_local_base_freq": 5000.0}},
+    ],
+)
+def test_what_changes_the_kv_changes_the_fingerprint(change, copied):
+    before = fingerprint(copied)
+    change_config(copied, **change)
+    assert fingerprint(copied) != before
+
+
+def test_what_does_not_change_the_kv_leaves_the_fingerprint(copied):
+    before = fingerprint(copied)
+    change_config(
+        copied,
+        transformers_version="9.9.9",
+        use_cache=False,
+        eos_token_id=7,
+        temperature=0.3,
+        _name_or_path="elsewhere",
+    )
+    (copied / "README.md").write_text("words")
+    (copied / "script.py").write_text("nobody runs this")
+    assert fingerprint(copied) == before
+
+
+def test_the_code_of_a_model_that_brings_its_own_is_part_of_it(copied):
+    change_config(copied, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    (copied / "modeling_own.py").write_text("scale = 1")
+    before = fingerprint(copied)
+    (copied / "modeling_own.py").write_text("scale = 2")
+    assert fingerprint(copied) != before
+
+
+def test_two_shards_swapped_change_the_fingerprint(copied):
+    (weights,) = copied.glob("*.safetensors")
+    weights.rename(copied / "model-1.safetensors")
+    (copied / "model-2.safetensors").write_bytes(b"other")
+    before = fingerprint(copied)
+    (copied / "model-1.safetensors").rename(copied / "swap")
+    (copied / "model-2.safetensors").rename(copied / "model-1.safetensors")
+    (copied / "swap").rename(copied / "model-2.safetensors")
+    assert fingerprint(copied) != before
+
+
+def test_a_checkpoint_without_safetensors_is_refused(copied):
+    for weights in copied.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(UnsupportedModelError, match="safetensors"):
+        fingerprint(copied)
+
+
+def test_the_architecture_holds_the_fields_that_decide_the_kv(family, stock_model, tmp_path):
+    config = stock_model(family).config
+    config.save_pretrained(tmp_path)
+    found = architecture(json.loads((tmp_path / "config.json").read_text()))
+    assert not IRRELEVANT_FIELDS.intersection(found)
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        assert found[name] == getattr(config, name)
+    assert found["rope_parameters"] == config.rope_parameters
+    if family == "granite":
+        assert found["attention_multiplier"] == 0.2
+        assert found["residual_multiplier"] == 0.7
+        assert found["embedding_multiplier"] == 3.0
+    if family == "qwen3_moe":
+        assert found["norm_topk_prob"] is True
+
+
+# --- loading ---
+
+
+def test_a_saved_model_loads_in_float32_on_the_cpu(saved):
+    loaded = load_model(str(saved))
+    assert loaded.name == str(saved)
+    assert loaded.path == saved
+    assert next(loaded.model.parameters()).dtype == torch.float32
+    assert loaded.fingerprint == fingerprint(saved)
+
+
+def test_a_dtype_that_is_asked_for_is_loaded_and_fingerprinted(saved):
+    loaded = load_model(str(saved), ModelOptions(dtype="bfloat16"))
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+    assert loaded.fingerprint == fingerprint(saved, "bfloat16")
+
+
+@pytest.mark.parametrize("device", ["quantum", "cuda:x", "meta", ""])
+def test_an_unknown_device_is_named(saved, device):
+    with pytest.raises(UsageError, match=f"device is '{device}'.*choose cpu, cuda or cuda:N"):
+        load_model(str(saved), ModelOptions(device=device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_cuda_where_there_is_none_is_refused_with_the_way_out(device, monkeypatch):
+    with pytest.raises(UsageError, match=rf"device is .{device}.*cannot use CUDA here.*--device cpu or auto"):
+        load_model("demo", ModelOptions(device=device))
+    with pytest.raises(UsageError, match="cannot use CUDA here"):
+        random_model(SHAPES["llama-50m"], device=device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_their_number():
+    with pytest.raises(UsageError, match=f"PyTorch sees {torch.cuda.device_count()} GPUs"):
+        load_model("demo", ModelOptions(device="cuda:99"))
+
+
+# --- how it is loaded ---
+
+
+def test_transformers_names_for_one_thing_are_one_option(saved):
+    for options in (
+        {"dtype": torch.bfloat16},
+        {"torch_dtype": "bfloat16"},
+        {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"},
+        {"model_kwargs": {"torch_dtype": torch.bfloat16}},
+    ):
+        assert ModelOptions.from_keywords(**options) == ModelOptions(dtype="bfloat16")
+    assert (
+        ModelOptions.from_keywords(device=-1).device
+        == ModelOptions.from_keywords(device=torch.device("cpu")).device
+        == "cpu"
+    )
+    assert ModelOptions.from_keywords(device=1).device == "cuda:1"
+    with pytest.raises(UsageError, match="dtype is both 'float32' and 'bfloat16'"):
+        ModelOptions.from_keywords(dtype="float32", torch_dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=r"dtype is 'float8'; choose one of auto"):
+        load_engine(str(saved), dtype="float8")
+    with load_engine(str(saved), torch_dtype=torch.bfloat16) as engine:
+        assert engine.layers.dtype == torch.bfloat16
+        assert engine.fingerprint == fingerprint(saved, "bfloat16")
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"": torch.device("cpu")}, "auto"])
+def test_a_device_map_that_names_one_place_is_that_place(device_map, saved):
+    if device_map == "auto":
+        pytest.importorskip("accelerate")
+    with load_engine(str(saved), device_map=device_map, on_miss="inline") as engine:
+        assert engine.fingerprint == fingerprint(saved)
+        assert engine.generate(PROMPT, max_tokens=2).token_ids
+
+
+def test_a_device_map_that_splits_the_layers_is_refused_with_the_reason(saved):
+    split = {"model.embed_tokens": "cpu", "model.layers": "disk", "lm_head": "cpu"}
+    with pytest.raises(UsageError, match=r"spreads the model over cpu, disk: its layers are run one at a time"):
+        load_engine(str(saved), device_map=split)
+    with pytest.raises(UsageError, match="give one of them"):
+        load_engine(str(saved), device_map="auto", device="cpu")
+
+
+def test_a_model_that_transformers_itself_has_split_is_refused(saved, tmp_path):
+    pytest.importorskip("accelerate")
+    layers = {f"model.layers.{index}": "disk" if index else "cpu" for index in range(6)}
+    ends = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(saved, device_map=layers | ends, offload_folder=tmp_path / "off")
+    with pytest.raises(UsageError, match="is spread over cpu, disk: its layers"):
+        load_engine((model, AutoTokenizer.from_pretrained(saved)))
+
+
+def test_config_fields_in_model_kwargs_count_and_a_token_does_not(saved):
+    plain = load_model(str(saved))
+    scaled = load_model(str(saved), ModelOptions(model_kwargs={"rms_norm_eps": 0.01, "token": "hf_secret"}))
+    assert scaled.model.config.rms_norm_eps == 0.01
+    assert scaled.fingerprint == model_fingerprint(saved, "float32", {"rms_norm_eps": 0.01}) != plain.fingerprint
+    assert load_model(str(saved), ModelOptions(model_kwargs={"token": "hf_secret"})).fingerprint == plain.fingerprint
+
+
+def test_a_window_that_prompts_stay_below_can_be_switched_off_without_editing_files(copied):
+    change_config(copied, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+    windowed = load_model(str(copied))
+    with load_engine(str(copied), model_kwargs={"sliding_window": None}) as engine:
+        assert engine.generate(PROMPT, max_tokens=1).token_ids
+        assert set(engine.layers._windows) == {None}
+        assert engine.fingerprint != windowed.fingerprint, "its KV is another"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"state_dict": {}}, r"state_dict, which ragblend cannot use.*hand over the pair"),
+        ({"use_safetensors": False}, "pickled weights can run code"),
+        ({"subfolder": "x"}, "give the path of the folder itself"),
+        ({"tp_plan": "auto"}, "tensor_parallel_size"),
+        ({"no_such_argument": 1}, "no_such_argument"),
+    ],
+)
+def test_arguments_that_would_not_do_what_they_say_are_refused(kwargs, reason, saved):
+    with pytest.raises((UsageError, UnsupportedModelError), match=reason):
+        load_engine(str(saved), model_kwargs=kwargs)
+
+
+@pytest.fixture
+def hub(saved, tmp_path):
+    """A cache of Hugging Face as a download leaves it, with two versions of one repo."""
+    cache, repo = tmp_path / "hub", tmp_path / "hub" / "models--nobody--tiny"
+    for number, revision in enumerate(("main", "v2")):
+        commit = f"{number}" * 40
+        snapshot = shutil.copytree(saved, repo / "snapshots" / commit)
+        change_config(snapshot, rms_norm_eps=10.0 ** -(number + 3))
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+    return cache
+
+
+def test_revision_cache_dir_and_local_files_only_choose_what_is_loaded(hub, tmp_path):
+    names = {"cache_dir": hub, "local_files_only": True}
+    with load_engine("nobody/tiny", **names) as first, load_engine("nobody/tiny", revision="v2", **names) as second:
+        assert (first.name, second.name) == ("nobody/tiny", "nobody/tiny")
+        assert first.layers.config.rms_norm_eps == 1e-3
+        assert second.layers.config.rms_norm_eps == 1e-4
+        assert first.fingerprint != second.fingerprint
+    with pytest.raises(NotFoundError, match=r"'nobody/tiny', revision 'v3', is not in .*local_files_only forbids"):
+        load_engine("nobody/tiny", revision="v3", **names)
+    with pytest.raises(NotFoundError, match="local_files_only forbids"):
+        load_engine("nobody/tiny", cache_dir=tmp_path / "empty", local_files_only=True)
+
+
+def test_a_revision_of_a_path_is_refused(saved):
+    with pytest.raises(UsageError, match=r"revision is 'v2', and .* is a path"):
+        load_engine(str(saved), revision="v2")
+
+
+def test_loading_options_that_a_server_or_vllm_has_are_refused_where_they_do_nothing(saved):
+    with pytest.raises(UsageError, match="attn_implementation, dtype are set where the server starts, not with http"):
+        load_engine(str(saved), backend="http://127.0.0.1:1", dtype="float32", attn_implementation="eager")
+    with pytest.raises(UsageError, match="device_map is set by vllm_options, vLLM's own arguments, not with vLLM"):
+        load_engine(str(saved), backend="vllm", device_map="auto", dtype="float32")
+
+
+@pytest.mark.parametrize("change", [{"model_type": "no_such_type"}, {"model_type": "clip"}])
+def test_a_checkpoint_that_is_no_causal_decoder_is_refused(change, copied):
+    change_config(copied, **change)
+    with pytest.raises(UnsupportedModelError, match="causal language model"):
+        load_model(str(copied))
+
+
+def test_a_model_that_cannot_be_fused_is_refused_by_load_engine(tmp_path, make_tokenizer):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2))
+    model.save_pretrained(tmp_path / "gpt2")
+    make_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no decoder of RoPE attention"):
+        load_engine(str(tmp_path / "gpt2"))
+
+
+def test_the_demo_model_answers_and_reuses_what_it_stored(tmp_path):
+    with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:
+        assert engine.name == "demo"
+        assert isinstance(engine.store, type(open_store(tmp_path / "kv")))
+        full = engine.generate(PROMPT, mode="full", max_tokens=8)
+        for chunk in PROMPT.chunks:
+            assert engine.precompute(chunk) > 0
+        blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=8)
+    assert full.text
+    assert blended.text == full.text
+    assert blended.report.num_chunk_hits == 2
+    with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:  # and the next process finds it
+        assert all(engine.is_stored(chunk) for chunk in PROMPT.chunks)
+        assert engine.precompute(PROMPT.chunks[0]) == 0
+
+
+def test_a_loaded_engine_equals_its_own_stock_model(saved, stock_model):
+    with load_engine(str(saved), on_miss="inline") as engine:
+        assert [type(tier) for tier in engine.store.tiers] == [MemoryStore]
+        ids = engine.segmenter.tokenize(PROMPT).token_ids
+        answer = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=6)
+    expected = stock_model("llama").generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    assert answer.token_ids == [token for token in expected[0, len(ids) :].tolist() if token != 2]
+
+
+def test_a_declared_format_beside_the_weights_is_used(copied):
+    (copied / "ragblend.json").write_text('{"prefix": "<s>", "chunk_prefix": "<doc>"}')
+    with load_engine(str(copied), on_miss="inline") as engine:
+        assert engine.segmenter.chunk_ids("x")[0] == engine.segmenter._tokenizer.convert_tokens_to_ids("<doc>")
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(UsageError, match="backend is 'cloud'"):
+        load_engine("demo", backend="cloud")
+
+
+# --- one store per model ---
+
+
+def test_a_store_of_another_model_is_refused_unless_told_to_add(saved, tmp_path):
+    store = tmp_path / "kv"
+    with load_engine("demo", store, on_miss="inline") as engine:
+        engine.precompute("x")
+        demo = engine.fingerprint
+    with pytest.raises(StoreMismatchError, match=r"holds KV of demo \(float32\).*--store"):
+        load_engine(str(saved), store)
+    with load_engine(str(saved), store, new_model=True, on_miss="inline") as engine:
+        assert not engine.is_stored("x")
+        assert set(DiskStore(store).models()) == {demo, engine.fingerprint}
+    load_engine(str(saved), store).close()  # from now on it belongs there
+
+
+def test_another_dtype_is_another_model(saved, tmp_path):
+    load_engine(str(saved), tmp_path / "kv").close()
+    with pytest.raises(StoreMismatchError, match="bfloat16"):
+        load_engine(str(saved), tmp_path / "kv", dtype="bfloat16")
+
+
+def test_a_refused_model_leaves_no_note_in_the_store(saved, tmp_path):
+    load_engine("demo", tmp_path / "kv").close()
+    with pytest.raises(StoreMismatchError):
+        load_engine(str(saved), tmp_path / "kv")
+    assert len(DiskStore(tmp_path / "kv").models()) == 1
+
+
+def test_open_store_leaves_the_memory_tier_out_at_zero(tmp_path):
+    assert [type(tier) for tier in open_store(tmp_path, memory_gib=0).tiers] == [DiskStore]
+    assert [type(tier) for tier in open_store(tmp_path, memory_gib=1).tiers] == [MemoryStore, DiskStore]
+    with pytest.raises(NotFoundError):
+        open_store(tmp_path / "missing", create=False)

@@ -1,0 +1,160 @@
+"""Models with sliding windows as their users load them: saved, checked, fingerprinted, stored, asked and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WINDOWED, make_gemma3_that_sees
+from torch import Tensor
+
+from ragblend.engine.load import load_engine
+from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.tiered import disk_tier
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.transformers.model import inspect_model, model_fingerprint
+from ragblend.lab.explain import explain
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+CHUNKS = (
+    "the theory of the other chunk is in the answer",
+    "question the chunk with that theory",
+    "what the other question is and the answer to it",
+)
+PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]
+) -> Callable[[str], Path]:
+    """`saved(family)`: its directory, as `save_pretrained` writes it, with windows that the prompts outgrow."""
+    root = tmp_path_factory.mktemp("windowed")
+
+    def save(family: str) -> Path:
+        if not (root / family).is_dir():
+            model = tiny_model(family)
+            model.config.sliding_window = 30
+            model.save_pretrained(root / family)
+            make_tokenizer().save_pretrained(root / family)
+        return root / family
+
+    return save
+
+
+@torch.no_grad()
+def full(model: Any, ids: tuple[int, ...]) -> tuple[Tensor, list[LayerKV]]:
+    """The stock model's logits and KV, with windows of 30 tokens and a cache that forgets nothing."""
+    from transformers import DynamicCache
+
+    own, model.config.sliding_window = model.config.sliding_window, 30
+    kv = DynamicCache()
+    logits = model(torch.tensor([ids]), past_key_values=kv).logits[0, -1]
+    model.config.sliding_window = own
+    return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in kv.layers]
+
+
+def greedy(model: Any, ids: tuple[int, ...], count: int) -> list[int]:
+    """The stock model's own answer, every token by a prefill of everything before it."""
+    answer: list[int] = []
+    while len(answer) < count:
+        token = int(full(model, (*ids, *answer))[0].argmax())
+        if token == 2:
+            break
+        answer.append(token)
+    return answer
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(family, saved, stock_model, tmp_path):
+    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+        assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
+    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+        ids = engine.segmenter.tokenize(PROMPT).token_ids
+        assert len(ids) > 2 * 30
+        expected = greedy(stock_model(family), ids, 8)
+        for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
+            assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
+        for rule in ("ask", "cacheblend"):
+            report = engine.generate(PROMPT, rule=rule, recompute_ratio=0.15, max_tokens=2).report
+            assert (report.num_chunk_hits, report.num_recomputed_tokens > 0) == (3, True)
+        assert report.chunks[0].exact
+
+
+def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_model, make_tokenizer, tmp_path):
+    model = make_gemma3_that_sees()
+    model.config.text_config.sliding_window = 30
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
+    with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
+        for chunk in CHUNKS:
+            engine.precompute(chunk)
+        expected = greedy(stock_model("gemma3"), engine.segmenter.tokenize(PROMPT).token_ids, 8)
+        for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
+            assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved, tmp_path):
+    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
+        for chunk in CHUNKS:
+            engine.precompute(chunk)
+        explained = explain(engine, PROMPT, rule="ask", recompute_ratio=0.1, max_tokens=2)
+        assert explained.count("recomputed") == explained.report.num_recomputed_tokens > 0
+        stale = [token.deviation for segment in explained.segments[2:5] for token in segment.tokens if token.deviation]
+        assert stale
+        assert all(0 < deviation < 10 for deviation in stale)
+        whole = explain(engine, PROMPT, rule="ask", recompute_ratio=1.0, max_tokens=2)
+        assert max(token.remaining for token in whole.tokens) < 1e-4
+
+
+def stored_values(engine: TransformersEngine, chunk: Chunk, layer: int) -> Tensor:
+    kv = engine.store.get(engine.key(chunk), engine.segmenter.chunk_ids(chunk.text))
+    assert kv is not None
+    return kv.layer(layer).values
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_ingestion_contexts_are_seen_through_the_windows(family, saved, stock_model, tmp_path):
+    """A chunk's KV is the slice that the stock model has of it behind prefix and context, and blending it is exact."""
+    chunk = Chunk(CHUNKS[1], context="similar", context_texts=(f"{CHUNKS[2]}. {CHUNKS[0]}",))
+    with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline", context="similar") as engine:
+        engine.precompute(chunk)
+        ids = engine.segmenter.chunk_ids(CHUNKS[1])
+        header = disk_tier(engine.store).header(engine.key(chunk))
+        assert header.token_ids == ids
+        before = header.prefix_ids
+        assert len(before) > 30
+        _, kv = full(stock_model(family), (*before, *ids))
+        for layer in range(6):
+            torch.testing.assert_close(
+                stored_values(engine, chunk, layer), kv[layer].values[:, len(before) :], atol=1e-4, rtol=0
+            )
+        prompt = SegmentedPrompt((CHUNKS[0], CHUNKS[1]), "what is that?")
+        blended = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
+        assert blended.chunks[1].context == "similar"
+        expected = greedy(stock_model(family), engine.segmenter.tokenize(prompt).token_ids, 6)
+        assert engine.generate(prompt, recompute_ratio=1.0, max_tokens=6).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mistral_window", {"sliding_window": 31}),
+        ("mistral_window", {"sliding_window": None}),
+        ("qwen2_window", {"use_sliding_window": False}),
+        ("qwen2_window", {"layer_types": ["full_attention"] * 6}),
+        ("gemma2", {"attn_logit_softcapping": 30.0}),
+        ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
+    ],
+)
+def test_what_a_layer_sees_is_part_of_the_fingerprint(family, change, saved, tmp_path):
+    path = saved(family)
+    before = model_fingerprint(path, "float32")
+    assert model_fingerprint(path, "float32", {"use_cache": False}) == before
+    assert model_fingerprint(path, "float32", change) != before

@@ -1,0 +1,213 @@
+"""Traffic of known shares: RAG over documents by Zipf's law, in sessions or one question at a time, and agents.
+
+`generate` yields log lines of OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
+place, or never. It counts by segments (a system text, a chunk, a question), not by tokens or hashes, so that it is
+independent of the analysis that it judges.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from ragblend.lab.traffic.prefix_cache import BLOCK
+from ragblend.lab.traffic.requests import turn_header
+
+Count = Callable[[str], int]
+
+SYLLABLES = [first + vowel for first in "bdfgklmnprst" for vowel in "aeo"]
+START_S = 1_700_000_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is asked. Sizes are in words of one token each by the estimate; `system_words` stand before every prompt."""
+
+    num_sessions: int = 50
+    turns: int = 1  # questions of one session; the conversation is sent again with each
+    chunks_per_turn: int = 4
+    num_documents: int = 200
+    chunks_per_document: int = 5
+    chunk_words: int = 120
+    zipf: float = 1.0  # how much more often the first document is asked for than the second, and so on
+    edit_every: int = 0  # after so many requests a chunk of some document is written anew; 0: never
+    system_words: int = 60
+    question_words: int = 24
+    answer_words: int = 60
+    log_answers: bool = True
+    marked: bool = False  # chunks as content blocks with a `chunk_id`
+    seed: int = 0
+
+
+KINDS: dict[str, Traffic] = {
+    "sessions": Traffic(num_sessions=40, turns=6, chunks_per_turn=2, edit_every=50),
+    "questions": Traffic(num_sessions=240, edit_every=50),
+    "agents": Traffic(
+        num_sessions=16, turns=14, chunks_per_turn=0, chunk_words=600, system_words=600, question_words=250,
+        answer_words=120, num_documents=20,
+    ),
+}  # fmt: skip
+"""RAG in conversations, RAG one question at a time, and agents: long runs whose turns are nearly all new text. Each
+fifth turn of an agent reads one chunk that others read, too."""
+
+
+@dataclass(slots=True)
+class Shares:
+    """Tokens of all prompts: in the prefix that was sent before, sent before at another place, and new."""
+
+    prefix: int = 0
+    elsewhere: int = 0
+    new: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """As shares."""
+        total = max(1, self.prefix + self.elsewhere + self.new)
+        return {"prefix": self.prefix / total, "elsewhere": self.elsewhere / total, "new": self.new / total}
+
+
+@dataclass(slots=True)
+class Generated:
+    """Requests as log lines, made one after the other, and the true shares of those that were taken so far."""
+
+    traffic: Traffic
+    count: Count
+    truth: Shares = field(default_factory=Shares)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        world, books = _World(self.traffic), _Books(self.count, self.truth)
+        for number, (turns, answer) in enumerate(_conversations(self.traffic, world)):
+            books.enter([segment for turn in turns for segment in _segments(turn)], _answered(answer, self.traffic))
+            if self.traffic.edit_every and (number + 1) % self.traffic.edit_every == 0:
+                world.edit()
+            body = {"model": "generated", "messages": [_message(turn, self.traffic.marked) for turn in turns]}
+            entry = {"timestamp": START_S + number, "body": body}
+            yield entry | ({"response": _response(answer)} if self.traffic.log_answers else {})
+
+
+Turn = tuple[str, tuple[tuple[str, bool], ...]]
+"""A role, and texts, each with whether it is a chunk."""
+
+
+class _World:
+    """Documents that are asked for by Zipf's law, and a source of words."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.draw, self._traffic = random.Random(traffic.seed), traffic
+        count, size = traffic.num_documents, traffic.chunks_per_document
+        self._documents = [[self.words(traffic.chunk_words) for _ in range(size)] for _ in range(count)]
+        self._weights = list(accumulate(1 / (rank + 1) ** traffic.zipf for rank in range(count)))
+
+    def words(self, count: int) -> str:
+        """That many words of two to four syllables."""
+        return " ".join("".join(self.draw.choices(SYLLABLES, k=self.draw.randint(2, 4))) for _ in range(count))
+
+    def retrieve(self, count: int) -> list[str]:
+        """That many chunks, no two the same."""
+        found: dict[str, None] = {}
+        while len(found) < min(count, len(self._documents)):
+            (document,) = self.draw.choices(self._documents, cum_weights=self._weights)
+            found[self.draw.choice(document)] = None
+        return list(found)
+
+    def edit(self) -> None:
+        """Write a chunk of one of the documents that are often asked for anew."""
+        document = self._documents[self.draw.randrange(min(10, len(self._documents)))]
+        document[self.draw.randrange(len(document))] = self.words(self._traffic.chunk_words)
+
+
+def _conversations(traffic: Traffic, world: _World) -> Iterator[tuple[list[Turn], str]]:
+    """The prompts of all sessions, several sessions at a time, each with its answer."""
+    system = world.words(traffic.system_words) if traffic.system_words else ""
+    waiting = [[("system", ((system, False),))] if system else [] for _ in range(traffic.num_sessions)]
+    running: list[tuple[list[Turn], int]] = []
+    while waiting or running:
+        while waiting and len(running) < 8:
+            running.append((list(waiting.pop()), 0))
+        place = world.draw.randrange(len(running))
+        turns, number = running[place]
+        reads = 1 if not traffic.chunks_per_turn and number % 5 == 4 else traffic.chunks_per_turn
+        question = world.words(traffic.question_words)
+        texts = (*((chunk, True) for chunk in world.retrieve(reads)), (question, False))
+        turns = [*turns, ("user", texts)]
+        answer = world.words(traffic.answer_words)
+        yield turns, answer
+        if number + 1 < traffic.turns:
+            running[place] = ([*turns, ("assistant", ((answer, False),))], number + 1)
+        else:
+            running.pop(place)
+
+
+_JOINT = "\n\n"
+
+
+def _segments(turn: Turn) -> list[tuple[str, bool]]:
+    """What the analysis reads of a turn, piece by piece: its header, its texts and what stands between them."""
+    role, texts = turn
+    found: list[tuple[str, bool]] = [(turn_header(role), False)]
+    for number, text in enumerate(texts):
+        found += ([(_JOINT, False)] if number else []) + [text]
+    return [*found, ("\n", False)]
+
+
+def _answered(answer: str, traffic: Traffic) -> list[tuple[str, bool]]:
+    return _segments(("assistant", ((answer, False),))) if traffic.log_answers else []
+
+
+def _message(turn: Turn, marked: bool) -> dict[str, Any]:
+    role, texts = turn
+    if not marked:
+        return {"role": role, "content": _JOINT.join(text for text, _ in texts)}
+    blocks: list[dict[str, Any]] = []
+    for number, (text, is_chunk) in enumerate(texts):
+        blocks += [{"type": "text", "text": _JOINT}] if number else []
+        blocks.append({"type": "text", "text": text} | ({"chunk_id": f"c{number}"} if is_chunk else {}))
+    return {"role": role, "content": blocks}
+
+
+def _response(answer: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]}
+
+
+class _Books:
+    """What was sent before: beginnings as a tree of segments, and chunks and other long segments by their text."""
+
+    def __init__(self, count: Count, truth: Shares) -> None:
+        self._count, self._truth = count, truth
+        self._tree: dict[str, Any] = {}
+        self._sent: set[str] = set()
+
+    def enter(self, prompt: list[tuple[str, bool]], answer: list[tuple[str, bool]]) -> None:
+        """Count one prompt, then remember it and the answer behind it."""
+        sizes = [self._count(text) for text, _ in prompt]
+        total = sum(sizes)
+        prefix = min(self._known(prompt, sizes), total - 1) // BLOCK * BLOCK
+        place = elsewhere = 0
+        for (text, _), size in zip(prompt, sizes, strict=True):
+            rest = place + size - max(place, prefix)
+            if text in self._sent and rest > 0 and (place >= prefix or rest >= BLOCK):
+                elsewhere += rest  # less than a block of what begins in the prefix is the rest of the prefix
+            place += size
+        self._truth.prefix += prefix
+        self._truth.elsewhere += elsewhere
+        self._truth.new += total - prefix - elsewhere
+        self._sent |= {text for text, is_chunk in prompt if is_chunk}
+        branch = self._tree
+        for text, _ in (*prompt, *answer):
+            branch = branch.setdefault(text, {})
+
+    def _known(self, prompt: list[tuple[str, bool]], sizes: list[int]) -> int:
+        """Tokens of the longest beginning that was sent before."""
+        branch, known = self._tree, 0
+        for (text, _), size in zip(prompt, sizes, strict=True):
+            if text not in branch:
+                break
+            branch, known = branch[text], known + size
+        return known
+
+
+def generate(traffic: Traffic, count: Count) -> Generated:
+    """The requests of `traffic`; `count` says how many tokens a text has, alone."""
+    return Generated(traffic, count)

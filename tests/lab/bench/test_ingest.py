@@ -1,0 +1,89 @@
+"""bench ingest: the real ingestion beside the stock forward, and a second run that computes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from ragblend.cli import app as cli
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import RagblendError, UsageError
+from ragblend.lab.bench import ingest as module
+from ragblend.lab.bench.common.configs import IngestConfig
+from ragblend.lab.bench.common.workloads import draw_prompts, engine_for
+from ragblend.lab.bench.ingest import bench_ingest, prefill_only, run_ingest, table_lines
+
+SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}
+RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
+
+
+def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothing() -> None:
+    result = run_ingest(IngestConfig(**SMALL))
+    prefill, ingest = result.runs
+    assert [(run.mode, run.chunks, run.tokens) for run in result.runs] == [("prefill", 6, 144), ("ingest", 6, 144)]
+    assert ingest.tokens_per_s == pytest.approx(144 / ingest.seconds)
+    assert prefill.tokens_per_s == pytest.approx(144 / prefill.seconds)
+    assert result.ingest_over_prefill > 0
+    first, second = result.known
+    assert first.chunks == second.chunks >= 30
+    assert (first.num_new_kv, first.num_known_kv) == (first.chunks, 0)
+    extra = first.num_prefilled_tokens - 30 * module.KNOWN_CHUNK_TOKENS
+    assert 0 <= extra < 32, "a short pass is filled up, so that a chunk has the same bits alone and among others"
+    assert (second.num_new_kv, second.num_known_kv, second.num_prefilled_tokens) == (0, second.chunks, 0)
+    assert len(table_lines(result)) == 7
+
+
+def test_the_json_object_has_the_keys_that_were_agreed() -> None:
+    lines: list[str] = []
+    found = bench_ingest(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
+    speeds = [run["tokens_per_s"] for run in found["runs"]]
+    assert found["ingest_over_prefill"] == pytest.approx(speeds[1] / speeds[0])
+    assert json.loads(json.dumps(found)) == found
+    assert (found["schema_version"], found["command"], found["known"]) == (1, "bench ingest", [])
+    assert all(set(run) == RUN_KEYS for run in found["runs"])
+    assert any(line.startswith("cpu") for line in lines)
+
+
+def test_contexts_are_ingested_in_turns_with_none() -> None:
+    result = run_ingest(IngestConfig(**{**SMALL, "num_known": 0, "contexts": ("similar",)}))
+    modes = ["prefill", "ingest", "ingest similar"]
+    assert [run.mode for run in result.runs] == modes
+    assert list(result.context_over_none) == ["similar"]
+    assert result.context_over_none["similar"] > 1
+    assert len(table_lines(result)) == 7
+    with pytest.raises(UsageError, match="context is 'both'"):
+        IngestConfig(**{**SMALL, "contexts": ("both",)})
+
+
+def test_prefill_alone_leaves_nothing_in_the_store_and_chunks_that_were_there_are_told() -> None:
+    engine = engine_for("tiny", MemoryStore(1 << 24))
+    chunks = draw_prompts(3, 1, 24, 1, 1, 512).chunks
+    prefill_only(engine, chunks)
+    assert list(engine.store.keys()) == []
+    module._ingest_new(engine, chunks)
+    assert len(list(engine.store.keys())) == 3
+    with pytest.raises(RagblendError, match="0 of 3 chunks were new"):
+        module._ingest_new(engine, chunks)
+
+
+def test_the_command_prints_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ["--chunks", "4", "--chunk-tokens", "24", "--repeats", "2", "--known", "0"]
+    monkeypatch.setattr(sys, "argv", ["ragblend", "bench", "ingest", "--shape", "tiny", *sizes, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    assert json.loads(capsys.readouterr().out)["config"]["num_chunks"] == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shape": "x"}, {"num_chunks": 0}, {"repeats": 0}, {"num_known": -1}, {"threads": 0}],
+)
+def test_a_value_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        IngestConfig(**{**SMALL, **change})

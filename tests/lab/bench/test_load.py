@@ -1,0 +1,190 @@
+"""bench load: KV comes from where a case says, a throttled reader keeps its pace, the facts are the formula's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from ragblend.engine.fusion.loader import LayerEvent, Timeline
+from ragblend.engine.report import BlendReport
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import RagblendError, UsageError
+from ragblend.lab.bench import load
+from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.lab.bench.load import (
+    LoadCase,
+    LoadSample,
+    ThrottledStore,
+    UnpipelinedStore,
+    bench_load,
+    make_cases,
+    run_load,
+    summarize,
+    table_lines,
+    timeline_facts,
+)
+from tests.tier_support import assert_same, make_kv
+
+SMALL: dict[str, Any] = {
+    "shape": "tiny", "num_chunks": 3, "chunk_tokens": 20, "question_tokens": 5, "repeats": 2, "store_factor": 3,
+    "slowdowns": (0.5, 3.0),
+}  # fmt: skip
+LAYERS = 4
+
+
+def profile() -> MachineProfile:
+    """Full prefill of 100 tokens takes 1 s, loading them from the disk 0.1 s."""
+    return MachineProfile("m", {}, LAYERS, 10, ((100.0, 1.0),), bytes_per_s={"disk": 10_000.0})
+
+
+def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tmp_path: Path) -> None:
+    result = run_load(LoadConfig(**SMALL, store=tmp_path))
+    assert result.store_bytes > 3 * result.memory_bytes
+    assert result.load_bytes == result.memory_bytes == 3 * 20 * 2 * LAYERS * 2 * 16 * 4
+    assert [(run.source, run.pipeline) for run in result.runs if run.ratio == 0.15] == [
+        ("disk", True), ("memory", True), ("disk", False), *[("throttled", True), ("throttled", False)] * 2,
+    ]  # fmt: skip
+    assert all(run.num_samples == 2 for run in result.runs)
+    assert not list(tmp_path.glob(".profile-*"))
+    lines = table_lines(result)
+    assert len(lines) == 3 + len(result.runs)
+    facts = result.as_dict()
+    assert json.loads(json.dumps(facts)) == facts
+    assert str(tmp_path) not in json.dumps(facts)
+    for timeline in facts["timelines"]:
+        assert len(timeline["load"]) == len(timeline["fuse"]) == LAYERS
+        for loaded, fused in zip(timeline["load"], timeline["fuse"], strict=True):
+            assert 0 <= loaded[0] <= loaded[1] <= fused[0] + 1e-6 <= fused[1] + 2e-6, "fused before it was loaded"
+
+
+def test_kv_from_elsewhere_than_the_case_says_stops_the_benchmark(tmp_path: Path) -> None:
+    config = LoadConfig(**SMALL, store=tmp_path)
+    with load._subject(config, DiskStore(tmp_path)) as subject:
+        work = load._prompts(config, subject.vocab_size)
+        list(subject.engine.precompute_all(work.chunks))
+        bench = load._Bench(subject, DiskStore(tmp_path), 1 << 20, "random")
+        memory = LoadCase("memory", True, 0.15, 0.0, 1.0)
+        with pytest.raises(RagblendError, match="3 of 3 chunks came from the disk, expected 0"):
+            bench.sample(work.prompts[0], memory)
+        bench.sample(work.prompts[0], memory)
+        bench.sample(work.prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0))
+
+
+def test_prompts_share_no_chunk() -> None:
+    work = load._prompts(LoadConfig(**SMALL), vocab_size=512)
+    assert len(work.prompts) == 3
+    assert len({chunk.text for chunk in work.chunks}) == 9
+
+
+@pytest.mark.parametrize("wrap", [lambda tier: ThrottledStore(tier, 1e9), UnpipelinedStore])
+def test_a_wrapped_tier_is_the_tier(tmp_path: Path, wrap: Any) -> None:
+    disk = DiskStore(tmp_path, fsync=False)
+    wrapped, kv = wrap(disk), make_kv()
+    assert wrapped.get(kv.header.key) is None
+    wrapped.put(kv)
+    assert_same(wrapped.get(kv.header.key, kv.header.token_ids), kv)
+    assert (wrapped.contains(kv.header.key), list(wrapped.keys()), wrapped.nbytes()) == (
+        True, [kv.header.key], disk.nbytes()
+    )  # fmt: skip
+    assert wrapped.counters is disk.counters
+    assert wrapped.delete(kv.header.key)
+    assert not disk.contains(kv.header.key)
+
+
+def test_a_throttled_tier_takes_the_time_its_speed_says_however_many_read() -> None:
+    """Two chunks of 256 bytes at 5,000 bytes per second take 0.1024 s; a pause in between counts for nothing."""
+    memory = MemoryStore(1 << 20)
+    chunks = [make_kv(1), make_kv(2)]
+    for kv in chunks:
+        memory.put(kv)
+    throttled = ThrottledStore(memory, 5000.0)
+    found = [throttled.get(kv.header.key) for kv in chunks]
+    start_s = perf_counter()
+    for layer in range(2):
+        for kv, expected in zip(found, chunks, strict=True):
+            assert kv is not None
+            assert torch.equal(kv.layer(layer).keys, expected.layer(layer).keys)
+    assert perf_counter() - start_s >= sum(kv.nbytes for kv in chunks) / 5000.0
+
+
+def test_without_the_pipeline_everything_is_read_in_get(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, fsync=False)
+    kv = make_kv()
+    disk.put(kv)
+    assert isinstance(UnpipelinedStore(disk).get(kv.header.key), MemoryKV)
+    found = TieredStore(MemoryStore(1 << 20), ThrottledStore(disk, 1e9)).get(kv.header.key)
+    assert not isinstance(found, MemoryKV)
+
+
+def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it() -> None:
+    """T_recompute is 0.15 s. At three times that for loading, 45 % hides, were it not for the wait for layer 1."""
+    cases = make_cases(LoadConfig(**SMALL), profile(), load_bytes=1000, num_tokens=100)
+    by_name = {
+        (case.source, case.pipeline, round(case.load_over_recompute, 6), round(case.ratio, 6)): case for case in cases
+    }
+    assert len(by_name) == len(cases) == 8
+    assert by_name["disk", True, round(0.1 / 0.15, 6), 0.15].expected_s == pytest.approx(0.15 + 0.1 / LAYERS)
+    assert by_name["disk", False, round(0.1 / 0.15, 6), 0.15].expected_s == pytest.approx(0.25)
+    assert by_name["memory", True, 0.0, 0.15].expected_s == pytest.approx(0.15)
+    slow = by_name["throttled", True, 3.0, 0.15]
+    assert slow.bytes_per_s == pytest.approx(1000 / 0.45)
+    assert slow.expected_s == pytest.approx(0.45)
+    hidden = by_name["throttled", True, 3.0, round(0.45 * (1 - 1 / LAYERS), 6)]
+    assert hidden.expected_s == pytest.approx(0.45)
+
+
+def sample(ttft_s: float) -> LoadSample:
+    events = tuple(LayerEvent(layer, 10 + layer, 11 + layer) for layer in range(LAYERS))
+    return LoadSample(BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events))
+
+
+def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() -> None:
+    def case(source: str, load_over_recompute: float, pipeline: bool = True) -> LoadCase:
+        return LoadCase(source, pipeline, 0.15, load_over_recompute, 1.0)
+
+    runs = summarize(
+        {
+            case("disk", 0.4): [sample(seconds) for seconds in (1.1, 9.0, 1.0)],
+            case("memory", 0.0): [sample(seconds) for seconds in (1.0, 1.0, 5.0)],
+            case("disk", 0.4, pipeline=False): [sample(1.5)],
+            case("throttled", 1.0): [sample(1.2)],
+            case("throttled", 2.0): [sample(2.0)],
+        }
+    )
+    assert [run.within_target for run in runs] == [True, None, None, False, None]
+    assert [run.over_memory for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
+
+
+def test_a_timeline_starts_with_its_first_event() -> None:
+    facts = timeline_facts(LoadCase("disk", True, 0.15, 0.4, 1.0), [sample(1.0)])
+    assert facts["load"] == facts["fuse"] == [[layer, layer + 1] for layer in range(LAYERS)]
+    assert (facts["source"], facts["load_over_recompute"]) == ("disk", 0.4)
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines: list[str] = []
+    facts = bench_load(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert facts["command"] == "bench load"
+    assert any("T_recompute" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": "llama-400b"}, {"ratio": 2}, {"rule": "best"}, {"slowdowns": (0.0,)}, {"store_factor": 1},
+        {"repeats": 0}, {"threads": 0}, {"dtype": "int3"}, {"backend": "cuda"}, {"vllm_options": {"seed": 1}},
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        LoadConfig(**{**SMALL, **change})

@@ -1,0 +1,393 @@
+"""bench quality: data are read as they are written, and measures are what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ragblend
+from ragblend.cli.app import app
+from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import CorruptError, NotFoundError, UsageError
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.plots import QUALITY_PANELS, plot_panel
+from ragblend.lab.quality.cases import QaCase, get_dataset_split
+from ragblend.lab.quality.data import SUMMARIZE, build_prompt, demo_cases, find_data, read_cases
+from ragblend.lab.quality.measures import (
+    answer_and_score,
+    answer_f1,
+    best_score,
+    exact_match,
+    generate_answer,
+    kl,
+    loss,
+    rouge_l,
+    token_f1,
+)
+from ragblend.lab.quality.study import Configuration as Asked
+from ragblend.lab.quality.study import (
+    QualityRecord,
+    QualityResult,
+    engine_for,
+    label_of,
+    run_quality,
+    summarize,
+    table_lines,
+)
+
+QUESTIONS = Path(__file__).parents[2] / "data" / "questions"
+RUN_KEYS = {
+    "mode", "rule", "ratio", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
+    "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "exact_match", "rouge_l",
+    "charged_budget", "charged_budget_32", "ttft_s", "recovered_gold_loss", "recovered_token_f1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result() -> QualityResult:
+    config = QualityConfig(num_questions=28, rules=("auto", "cacheblend"), ratios=(0.1, 0.15, 1.0))
+    return run_quality(config)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TransformersEngine:
+    found = load_engine("demo", dtype="float32", on_miss="inline")
+    assert isinstance(found, TransformersEngine)
+    return found
+
+
+def totals(result: QualityResult) -> dict[tuple[str, str, float], dict[str, Any]]:
+    return {(run["mode"], run["rule"], run["ratio"]): run for run in result.runs if run["kind"] == "all"}
+
+
+# -- data
+
+
+def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path: Path) -> None:
+    records = [
+        {"question": "Who?", "answers": ["Ada", "A. Lovelace"], "passages": ["one", {"text": "two"}]},
+        {"question": "Where?", "answer": "Rome", "ctxs": [{"title": "", "text": "three"}], "kind": "place"},
+    ]
+    (tmp_path / "array.json").write_text(json.dumps(records))
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    found = read_cases(tmp_path / "array.json")
+    assert found == read_cases(tmp_path / "lines.jsonl")
+    assert (found[0].answers, found[0].passages) == (("Ada", "A. Lovelace"), ("one", "two"))
+    assert (found[1].answers, found[1].passages, found[1].kind) == (("Rome",), ("three",), "place")
+
+
+def test_longbench_files_are_read_and_without_a_question_a_summary_is_asked_for(tmp_path: Path) -> None:
+    two_wiki = {
+        "input": "Who?",
+        "context": "Passage 1:\nOne\none.\nPassage 2:\nTwo.",
+        "answers": ["x"],
+        "dataset": "2wiki",
+    }
+    news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
+    chat = {"input": "Dialogue: A: Hi", "context": "Dialogue: B: Ho\nSummary: ...", "answers": ["greets"]}
+    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, (two_wiki, news, chat))))
+    asked, summary, dialogue = read_cases(tmp_path / "l.jsonl")
+    assert (asked.passages, asked.order, asked.kind) == (("One\none.", "Two."), "score", "2wiki")
+    assert (summary.question, summary.order) == (SUMMARIZE, "document")
+    assert dialogue.passages == ("Dialogue: B: Ho\nSummary: ...",)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "neither"),
+        ('{"question": "?"}', "record 1"),
+        ('{"question": "?", "answers": [], "passages": ["x"]}', "record 1"),
+        ('{"question": "?", "answers": ["x"], "passages": [3]}', "record 1"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_with_the_record_and_what_is_wanted(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(CorruptError, match=says):
+        read_cases(tmp_path / "bad.jsonl")
+
+
+def test_named_sets_are_found_in_the_checkout_and_the_error_says_what_to_do_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_data("musique") == QUESTIONS / "musique_100.json"
+    monkeypatch.setattr(ragblend, "__file__", str(tmp_path / "site-packages" / "ragblend" / "__init__.py"))
+    with pytest.raises(NotFoundError, match=r"checkout.*--data PATH/musique_100\.json"):
+        find_data("musique")
+    with pytest.raises(NotFoundError, match="musique, nq, demo"):
+        find_data("nowhere.json")
+
+
+def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call() -> None:
+    cases = read_cases(QUESTIONS / "nq_open_400.json")
+    assert cases[:20] == read_cases(QUESTIONS / "nq_open_400.json")[:20]
+    holding = 0
+    for case in cases:
+        assert len(case.passages) == 10
+        holding += sum(any(a.lower() in p.lower() for a in case.answers) for p in case.passages) <= 1
+    assert holding == len(cases)
+    places = [next(i for i, p in enumerate(case.passages) if any(a in p for a in case.answers)) for case in cases[:9]]
+    assert len(set(places)) > 3  # not always the first
+
+
+def test_a_question_is_in_one_part_by_its_text_alone() -> None:
+    cases = read_cases(QUESTIONS / "musique_100.json")
+    selection = [case.question for case in cases if get_dataset_split(case.question) == "selection"]
+    assert (len(cases), len(selection)) == (100, 31)
+    assert get_dataset_split("When did it open?") in ("selection", "reported")
+
+
+def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: TransformersEngine) -> None:
+    passages = ("Cats sleep all day.", "The bridge was opened in 1932 by the king.", "Bread is made of flour.")
+    config = QualityConfig(num_chunks=2)
+    case = QaCase("When was the bridge opened?", ("1932",), passages, order="score")
+    chosen = build_prompt(case, engine, HashingEmbedder(), config).chunks
+    assert next(getattr(chunk, "text", chunk) for chunk in chosen) == passages[1]
+    in_order = build_prompt(case._replace(order="document"), engine, HashingEmbedder(), config).chunks
+    assert [getattr(chunk, "text", chunk) for chunk in in_order] == [*passages[:2]]
+
+
+# -- measures
+
+
+def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers() -> None:
+    assert exact_match("The Eiffel Tower.", "eiffel tower") == 1.0
+    assert exact_match("Eiffel", "eiffel tower") == 0.0
+    assert answer_f1("the Eiffel tower in Paris", "Eiffel Tower") == pytest.approx(2 / 3)
+    assert best_score(answer_f1, "Rome", ["Paris", "Rome, Italy"]) == pytest.approx(2 / 3)
+    assert best_score(rouge_l, "x", []) is None
+
+
+def test_the_loss_is_the_cross_entropy_of_the_answer() -> None:
+    logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)).double()
+    ids = [3, 0, 10, 7]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids))
+    assert loss(logits.log_softmax(-1), ids) == pytest.approx(float(expected))
+
+
+def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
+    p, q = (torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
+    )
+    assert kl(log_p, log_q) == pytest.approx(float(expected))
+    assert kl(log_p, log_q) != pytest.approx(kl(log_q, log_p))
+    assert kl(log_p, log_p) == 0.0
+
+
+def test_token_f1_counts_words_and_rouge_their_order() -> None:
+    assert token_f1("blue", "not stated") == 0.0
+    assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
+    assert token_f1("b a", "a b") == 1.0
+    pytest.importorskip("rouge_score")
+    assert rouge_l("not stated", "not stated") == 1.0
+    assert rouge_l("b a", "a b") == pytest.approx(0.5)
+
+
+def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
+    config = QualityConfig(num_questions=4)
+    for case in demo_cases(config):
+        prompt = build_prompt(case, engine, HashingEmbedder(), config)
+        stored = engine_for(engine, case, "none")
+        for chunk in prompt.chunks:
+            stored.precompute(chunk)
+        request = stored.request(prompt, mode="full", max_tokens=16)
+        full = generate_answer(stored, request, Asked("full", "none", 1.0))
+        for each in (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15)):
+            plain = generate_answer(stored, request, each)
+            rule = "auto" if each.rule == "none" else each.rule
+            made = stored.generate(prompt, mode=each.mode, rule=rule, recompute_ratio=each.ratio, max_tokens=16)
+            assert (plain.text, plain.ended) == (made.text, made.finish_reason == "stop")
+            found, seen = answer_and_score(stored, request, each, full)
+            assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
+            torch.testing.assert_close(seen[0], plain.log_probs, atol=1e-4, rtol=0)
+
+
+def record(**changes: float) -> QualityRecord:
+    return QualityRecord(**{**dict.fromkeys(QualityRecord._fields, 0.5), **changes})
+
+
+def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one() -> None:
+    full, reuse = Asked("full", "none", 1.0), Asked("reuse", "none", 0.0)
+    blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "random", 0.15)
+    records = {
+        full: [record(gold_loss=1.0, rouge_l=math.nan) for _ in range(4)],
+        reuse: [record(gold_loss=3.0 + n / 10, rouge_l=math.nan) for n in range(4)],
+        blend: [record(gold_loss=2.0, rouge_l=math.nan) for _ in range(4)],
+        other: [record(gold_loss=2.0 + n / 10, rouge_l=math.nan) for n in range(4)],
+    }
+    runs = {run["rule"]: run for run in summarize(records, ["a", "b", "a", "b"]) if run["kind"] == "all"}
+    assert runs["cacheblend"]["recovered_gold_loss"] == pytest.approx(1.15 / 2.15)
+    assert runs["cacheblend"]["recovered_token_f1"] is None
+    assert runs["cacheblend"]["rouge_l"] is None
+    assert runs["random"]["gold_loss_over_base"][0] == pytest.approx(0.15)
+    assert runs["random"]["gold_loss_over_equal"]["cacheblend"][0] == pytest.approx(0.15)
+    assert list(runs["random"]["gold_loss_over_equal"]) == ["cacheblend"]
+    assert "gold_loss_over_equal" not in runs["cacheblend"]
+    assert json.loads(json.dumps(summarize(records, [""] * 4), allow_nan=False))
+    assert summarize({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
+    backwards = {
+        full: records[reuse],
+        reuse: records[full],
+        blend: records[blend],
+    }  # reuse does better than full prefill
+    assert {run["recovered_gold_loss"] for run in summarize(backwards, [""] * 4)} == {None}
+
+
+# -- a whole run
+
+
+def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(result: QualityResult) -> None:
+    runs = totals(result)
+    assert runs["full", "none", 1.0]["first_token_kl"] == runs["full", "none", 1.0]["answer_kl"] == 0.0
+    assert runs["prefix", "none", 0.0]["answer_kl"] < 1e-6
+    assert runs["blend", "cacheblend", 1.0]["answer_kl"] < 1e-6
+    reuse, blend = runs["reuse", "none", 0.0], runs["blend", "cacheblend", 0.15]
+    assert blend["first_token_kl"] < reuse["first_token_kl"] / 2
+    assert blend["answer_kl"] < reuse["answer_kl"] / 2
+    assert runs["full", "none", 1.0]["gold_loss"] < blend["gold_loss"] < reuse["gold_loss"]
+    assert 0.5 < blend["recovered_gold_loss"] <= 1.1
+    assert reuse["charged_budget_32"] == 0 < blend["charged_budget_32"] < 0.2
+    assert all(run["ttft_s"] > 0 for run in runs.values())
+
+
+def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_model(result: QualityResult) -> None:
+    runs = totals(result)
+    auto = next(key[1] for key in runs if key[0] == "blend" and key[1] != "cacheblend")
+    for ratio in (0.1, 0.15):
+        mine, paper = runs["blend", auto, ratio], runs["blend", "cacheblend", ratio]
+        assert mine["exact_match"] >= paper["exact_match"]
+        assert mine["first_token_kl"] <= paper["first_token_kl"]
+
+
+def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: QualityResult) -> None:
+    facts = result.as_dict()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert (facts["schema_version"], facts["command"], facts["model"]) == (5, "bench quality", "demo")
+    assert (facts["config"]["data"], facts["config"]["part"]) == ("demo", "reported")
+    assert all(set(run) >= RUN_KEYS for run in facts["runs"])
+    kinds = list(dict.fromkeys(run["kind"] for run in facts["runs"]))
+    assert kinds[0] == "all"
+    assert len(kinds) == 8
+    one = [run for run in facts["runs"] if (run["mode"], run["kind"]) == ("full", "all")]
+    assert [run["num_questions"] for run in one] == [28]
+    parts = [run["num_questions"] for run in facts["runs"] if run["mode"] == "full" and run["kind"] != "all"]
+    assert sum(parts) == 28
+
+
+def test_two_runs_differ_in_nothing_but_their_times() -> None:
+    config = QualityConfig(num_questions=3, rules=("random",), ratios=(0.15,), modes=("reuse", "blend"))
+
+    def untimed(result: QualityResult) -> list[dict[str, Any]]:
+        return [{key: value for key, value in run.items() if key != "ttft_s"} for run in result.runs]
+
+    assert untimed(run_quality(config)) == untimed(run_quality(config))
+
+
+def test_parts_of_the_stories_share_no_question() -> None:
+    reported, selection = (
+        {case.question for case in demo_cases(QualityConfig(num_questions=21, part=part))}
+        for part in ("reported", "selection")
+    )
+    assert len(reported) > 10
+    assert not reported & selection
+
+
+def test_the_table_has_a_line_per_configuration(result: QualityResult) -> None:
+    lines = table_lines(result)
+    assert sum(line.startswith(("full", "prefix", "reuse", "cacheblend", "ask")) for line in lines) == len(
+        totals(result)
+    )
+
+
+def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result: QualityResult) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    runs = [run for run in result.as_dict()["runs"] if run["kind"] == "all"]
+    rules = {run["rule"] for run in runs if run["mode"] == "blend"}
+    for panel in QUALITY_PANELS:
+        axes = Figure().add_subplot()
+        plot_panel(axes, panel, runs)
+        exact = {"full", "prefix"} if panel.place == "ttft_s" else set()
+        assert set(axes.get_legend_handles_labels()[1]) == {"reuse", *rules, *exact}
+
+
+def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    passage = "Mara Oster lives in Dublin. " * 8
+    asked = [
+        {"question": f"Where does {name} live?", "answers": ["Dublin"], "passages": [passage, f"{name} lives."]}
+        for name in ("Mara", "Ada", "Ida")
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    ran = CliRunner().invoke(
+        app,
+        ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--part", "all", "--chunks", "3", "--chunk-tokens",
+         "20", "--rules", "random", "--ratio", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
+         str(tmp_path / "p.png"), "--json"],
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    facts = json.loads(ran.stdout.splitlines()[-1])
+    assert str(tmp_path) not in json.dumps(facts)
+    assert [(run["mode"], run["rule"], run["ratio"]) for run in facts["runs"]] == [
+        ("full", "none", 1.0), ("reuse", "none", 0.0), ("blend", "random", 0.1)
+    ]  # fmt: skip
+    assert {run["num_questions"] for run in facts["runs"]} == {3}
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"part": "best"}, {"ratios": (2.0,)}, {"rules": ("best",)}, {"rules": ()}, {"modes": ()},
+        {"num_questions": 0}, {"num_chunks": 0}, {"answer_tokens": 0}, {"chunk_tokens": 0}, {"dtype": "int3"},
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_before_a_model_is_loaded(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        QualityConfig(**change)
+
+
+def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks() -> None:
+    config = QualityConfig(
+        data="demo",
+        num_questions=2,
+        modes=("reuse", "blend"),
+        rules=("cacheblend",),
+        ratios=(0.15,),
+        embedder="hashing",
+        contexts=("none", "similar"),
+    )
+    result = run_quality(config)
+    runs = {label_of(run): run for run in result.runs if run["kind"] == "all"}
+    assert list(runs) == [
+        "full",
+        *(f"{what}{behind}" for behind in ("", ", similar") for what in ("reuse", "cacheblend 15.0%")),
+    ]
+    assert runs["full"]["first_token_kl"] == 0.0
+    assert len({run["first_token_kl"] for label, run in runs.items() if label.startswith("reuse")}) == 2
+    assert runs["cacheblend 15.0%"]["first_token_kl_over_base"] == [0.0, 0.0, 0.0]  # the paper's, chunks and all
+    less = runs["reuse, similar"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
+    assert runs["reuse, similar"]["answer_kl_over_base"][0] == pytest.approx(less)
+    alone = run_quality(replace(config, contexts=("similar",)))
+    again = {label_of(run): run for run in alone.runs if run["kind"] == "all"}
+    assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
+    assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]
+    with pytest.raises(UsageError, match="choose one of none, similar"):
+        QualityConfig(contexts=("both",))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no context"):
+        QualityConfig(contexts=())

@@ -1,0 +1,331 @@
+"""Throughput: arrivals are Poisson and seeded, TTFT counts from arrival, and a rate is found where the bound is met."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Generator, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists
+from scipy.stats import expon, kstest
+from typer.testing import CliRunner
+
+from ragblend.cli.app import app
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.base_engine import OutputDelta
+from ragblend.errors import RagblendError, UsageError
+from ragblend.lab.bench.common.configs import ThroughputConfig
+from ragblend.lab.bench.common.plots import plot_throughput
+from ragblend.lab.bench.common.workloads import draw_prompts, make_prompts
+from ragblend.lab.bench.throughput import (
+    RatePoint,
+    ThroughputResult,
+    TimedAnswer,
+    arrival_times,
+    bench_throughput,
+    capacities,
+    check_answers,
+    highest_rate,
+    measure_idle_ttfts,
+    replay_requests,
+    summarize_point,
+    sweep,
+    table_lines,
+)
+from ragblend.lab.bench.ttft import ModeAndRule
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")
+
+
+# -- arrivals
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gaps_between_arrivals_are_exponential(seed: int) -> None:
+    rate = 4.0
+    moments = [0.0, *arrival_times(rate, 4000, seed)]
+    gaps = [after - before for before, after in pairwise(moments)]
+    assert kstest(gaps, expon(scale=1 / rate).cdf).pvalue > 1e-3
+    early, late = gaps[:-1], gaps[1:]  # a Poisson process has no memory
+    mean = sum(gaps) / len(gaps)
+    covariance = sum((a - mean) * (b - mean) for a, b in zip(early, late, strict=True)) / len(early)
+    assert abs(covariance) < 4 * mean**2 / len(early) ** 0.5
+
+
+@given(rate=floats(0.01, 1000), count=integers(1, 200), seed=integers(0, 1 << 32))
+def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate: float, count: int, seed: int) -> None:
+    moments = arrival_times(rate, count, seed)
+    assert moments == arrival_times(rate, count, seed)
+    assert moments == sorted(moments)
+    assert moments[0] > 0
+    assert [moment * rate for moment in moments] == pytest.approx(arrival_times(1.0, count, seed))
+    assert moments == arrival_times(rate, count + 1, seed)[:-1]
+    assert moments != arrival_times(rate, count, seed + 1)
+
+
+def test_prompts_draw_their_chunks_from_the_pool() -> None:
+    work = draw_prompts(8, 3, 4, 2, num_prompts=20, vocab_size=100, seed=1)
+    orders = [[part for part in prompt.messages[0].parts if isinstance(part, Chunk)] for prompt in work.prompts]
+    assert len(work.chunks) == 8
+    assert all(len(set(order)) == 3 and set(order) <= set(work.chunks) for order in orders)
+    assert {chunk for order in orders for chunk in order} == set(work.chunks)
+    assert len({tuple(order) for order in orders}) > 10
+    assert make_prompts(3, 4, 2, 5, 100, seed=1) == draw_prompts(3, 3, 4, 2, 5, 100, seed=1)
+
+
+# -- serving
+
+
+class Scripted:
+    """An engine that answers only once all requests have been sent: each first with a report, then with two tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.all_sent = threading.Barrier(count)
+        self.sent: list[Any] = []
+
+    def deltas(self, request: Any) -> Generator[OutputDelta]:
+        self.sent.append(request)
+        self.all_sent.wait(timeout=60)
+        yield OutputDelta()
+        yield OutputDelta((1,), num_cached_tokens=request)
+        yield OutputDelta((2,), "length", BlendReport("full", num_chunks=request))
+
+
+def test_nobody_waits_for_answers_before_sending() -> None:
+    engine = Scripted(5)
+    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
+    assert sorted(engine.sent) == [1, 1, 3, 4, 5]
+    assert [answer.num_cached_tokens for answer in answers] == [3, 1, 4, 1, 5]
+    assert [answer.arrival_s for answer in answers] == [0.0, 0.01, 0.02, 0.03, 0.04]
+    assert [answer.report.num_chunks for answer in answers if answer.report] == [3, 1, 4, 1, 5]
+    assert all(0 < answer.ttft_s <= answer.total_s for answer in answers)
+
+
+def test_waiting_for_others_counts_as_time_to_first_token() -> None:
+    early, late = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
+    assert early.ttft_s >= 0.2  # it was answered after the second had arrived
+    assert late.arrival_s + late.ttft_s >= 0.2
+
+
+def test_an_answer_without_a_token_is_an_error() -> None:
+    class Silent:
+        def deltas(self, request: Any) -> Generator[OutputDelta]:
+            yield OutputDelta(finish_reason="abort")
+
+    with pytest.raises(RagblendError, match="without a token"):
+        replay_requests(Silent(), [0], [0.0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("case", "report", "complaint"),
+    [
+        (FULL, None, "not at work"),
+        (BLEND, BlendReport("blend", num_chunks=3, num_chunk_hits=2), "1 chunks were not in the store"),
+        (BLEND, BlendReport("blend", num_chunks=3, num_chunk_hits=3, refused_reason="why"), "prefill: why"),
+        (BLEND, BlendReport("prefix", num_chunks=3), "prefill"),
+    ],
+)
+def test_what_was_not_served_as_asked_is_not_measured(
+    case: ModeAndRule, report: BlendReport | None, complaint: str
+) -> None:
+    with pytest.raises(RagblendError, match=complaint):
+        check_answers(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
+
+
+def test_what_was_served_as_asked_is_measured() -> None:
+    answers = [TimedAnswer(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
+    assert check_answers(BLEND, answers) is answers
+
+
+def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
+    times: Iterator[float] = iter([100.0, 100.0, 4.0, 9.0, 5.0, 1.0, 6.0, 2.0])
+    seen: list[tuple[ModeAndRule, SegmentedPrompt]] = []
+
+    def answer(case: ModeAndRule, prompts: Any, arrivals_s: Any) -> list[TimedAnswer]:
+        seen.append((case, *prompts))
+        return [TimedAnswer(0.0, next(times), 0.0)]
+
+    prompts = make_prompts(2, 3, 3, 2, 50).prompts
+    assert measure_idle_ttfts([BLEND], prompts, answer) == {BLEND: 5.0, FULL: 2.0}
+    assert [case for case, _ in seen] == [BLEND, FULL] * 4
+    assert seen[0][1] == seen[1][1] != seen[2][1]
+
+
+# -- results
+
+
+def answers_of(*times_s: float) -> list[TimedAnswer]:
+    return [TimedAnswer(index, time_s, time_s + 1, None, 10) for index, time_s in enumerate(times_s)]
+
+
+def test_a_point_is_mean_median_and_95th_percentile() -> None:
+    run = summarize_point(BLEND, 0.15, 2.0, answers_of(*range(1, 101)))
+    assert (run.ttft_mean_s, run.ttft_s, run.ttft_max_s) == (50.5, 50.5, 100)
+    assert run.ttft_p95_s == pytest.approx(95.05)
+    assert run.served_rate == pytest.approx(100 / (99 + 101))  # the last arrives at 99 and takes 101
+    assert (run.mode, run.rule, run.ratio, run.rate, run.num_requests) == ("blend", "cacheblend", 0.15, 2.0, 100)
+    assert [summarize_point(case, 0.15, 1.0, answers_of(1.0)).ratio for case in (FULL, PREFIX)] == [1.0, 0.0]
+
+
+@given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
+def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list[float], bound_s: float) -> None:
+    points = [RatePoint(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
+    found = highest_rate(points[::-1], bound_s)
+    within = [mean_s <= bound_s for mean_s in means]
+    count = within.index(False) if False in within else len(within)
+    assert found.measured == (count or None)
+    assert found.at_least == (count == len(means))
+    if count:
+        assert found.at_bound is not None
+        assert count <= found.at_bound <= count + (not found.at_least)
+    else:
+        assert found.at_bound is None
+
+
+def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
+    """A short burst beyond what is served keeps within the bound all the same."""
+    points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
+    assert highest_rate(points, 1.0) == (4.0, 2.5, True)
+    assert highest_rate([*points, RatePoint(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
+
+
+def test_no_rate_was_measured() -> None:
+    assert highest_rate([], 1.0) == (None, None, False)
+
+
+def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
+    taken: list[tuple[ModeAndRule, float]] = []
+
+    def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
+        taken.append((case, rate))
+        return answers_of(rate if case == FULL else rate / 4)
+
+    runs = sweep([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, ratio=0.15, measure=measure)
+    assert taken == [(FULL, 1.0), (BLEND, 1.0), (FULL, 2.0), (BLEND, 2.0), (FULL, 3.0), (BLEND, 3.0), (BLEND, 8.0)]
+    assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
+
+
+def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
+    """Answers that came as fast as their requests."""
+    return [TimedAnswer(1 / rate - ttft_s, ttft_s, ttft_s)]
+
+
+def result() -> ThroughputResult:
+    slowness = {FULL: 1.0, PREFIX: 0.8, BLEND: 0.25}
+    rates = [1.0, 2.0, 4.0, 8.0, 16.0]
+    runs = sweep([*slowness], rates, 2.0, 0.15, lambda case, rate: kept_up(rate, rate * slowness[case]))
+    hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
+    found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
+    return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
+
+
+def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
+    full, prefix, blend = result().capacities
+    assert (full.max_rate, full.rate_at_bound, full.at_least) == (2.0, 2.0, False)
+    assert (prefix.max_rate, prefix.rate_at_bound) == (2.0, pytest.approx(2.5))
+    assert (blend.max_rate, blend.rate_at_bound, blend.blend_gain) == (8.0, 8.0, None)
+    assert (full.blend_gain, prefix.blend_gain) == (4.0, pytest.approx(3.2))
+    assert full.idle_ttft_s == 0.5
+
+
+def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
+    cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
+    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, 0.15, lambda case, rate: kept_up(rate, rate * cases[case]))
+    full, prefix, blend = capacities(runs, cases, 2.0)
+    assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
+    assert full.blend_gain == 2.0
+    assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
+    bare = result()
+    shown = table_lines(ThroughputResult(bare.config, "m", bare.hardware, 2.0, runs, (full, prefix, blend)))
+    assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
+
+
+def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
+    runs = sweep([FULL], [1.0], 2.0, 0.15, lambda case, rate: answers_of(1.0))
+    (full,) = capacities(runs, {FULL: 1.0}, 2.0)
+    assert (full.max_rate, full.at_least, full.blend_gain) == (1.0, True, None)
+    (full,) = capacities(runs, {FULL: 1.0}, 0.5)
+    assert (full.max_rate, full.rate_at_bound, full.at_least) == (None, None, False)
+
+
+def test_the_json_object_has_the_envelopes_keys_and_no_path() -> None:
+    facts = result().as_dict()
+    assert json.loads(json.dumps(facts)) == facts
+    assert (facts["schema_version"], facts["command"]) == (1, "bench throughput")
+    assert set(facts) >= {"hardware", "config", "model", "prompt_tokens", "bound_s", "runs", "capacities"}
+    assert {"mode", "rule", "ratio", "rate", "ttft_s", "ttft_mean_s", "ttft_p95_s"} <= set(facts["runs"][0])
+    assert "store" not in facts["config"]
+
+
+def test_the_table_has_a_line_per_point_and_per_mode() -> None:
+    _, header, *lines = table_lines(result())
+    points, capacity = lines[: lines.index("")], lines[lines.index("") + 2 :]
+    assert len(points) == len(result().runs)
+    assert {len(line) for line in points} == {len(header)}
+    assert {len(line) for line in capacity} == {len(capacity[0])}
+    assert len(capacity) == 4
+
+
+def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_throughput(json.loads(json.dumps(result().as_dict())), tmp_path / "new" / "throughput.png")
+    assert (tmp_path / "new" / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- values out of range
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "demo", "shape": "llama-50m"},  # together with a shape
+        {"shape": "llama-400b"},
+        {"num_requests": 0},
+        {"output_tokens": 0},
+        {"pool": 3},
+        {"threads": 0},
+        {"rates": ()},
+        {"rates": (1.0, 0.0)},
+        {"bound_s": 0.0},
+        {"memory_gib": -1.0},
+        {"ratio": 2.0},
+        {"modes": ()},
+        {"modes": ("fuse",)},
+        {"rules": ("best",)},
+        {"dtype": "int3"},
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ThroughputConfig(**change)
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setattr("ragblend.lab.bench.throughput.run_throughput", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
+        bench_throughput(ThroughputConfig(), plot=tmp_path / "throughput.png", echo=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["throughput", "--backend", "transformers"],
+        ["throughput", "--vllm-options", "{"],
+        ["throughput", "--vllm-options", "[1]"],
+        ["throughput", "--rates", "0"],
+        ["ttft", "--backend", "http"],
+        ["ttft", "--backend", "vllm", "--device", "cuda"],
+        ["ttft", "--vllm-options", '{"enforce_eager": false}'],
+    ],
+)
+def test_the_command_line_refuses_what_cannot_be_measured(arguments: list[str]) -> None:
+    assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, UsageError)

@@ -1,0 +1,167 @@
+"""TTFT: every mode runs, the budgets are the formula's, and the ratios are those of the medians."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend.engine.report import BlendReport
+from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
+from ragblend.lab.bench.common.plots import plot_ttft
+from ragblend.lab.bench.common.shapes import SHAPES
+from ragblend.lab.bench.ttft import TtftSample, bench_ttft, run_ttft, summarize, table_lines
+
+NUM_CHUNKS, CHUNK_TOKENS = 4, 20
+SMALL: dict[str, Any] = {
+    "shape": "tiny",
+    "num_chunks": NUM_CHUNKS,
+    "chunk_tokens": CHUNK_TOKENS,
+    "question_tokens": 5,
+    "repeats": 2,
+    "num_prompts": 2,
+}
+RUN_KEYS = {
+    "mode", "rule", "ratio", "charged_budget", "charged_budget_32", "ttft_s", "ttft_min_s", "ttft_max_s", "load_s",
+    "fuse_s", "probe_s", "select_s", "select_share", "speedup", "limit", "peak_rss_bytes",
+}  # fmt: skip
+
+
+def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: None, **changes: Any) -> dict[str, Any]:
+    small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1}
+    return bench_ttft(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_all_modes_run_side_by_side_on_the_same_prompts(tier: str) -> None:
+    result = run_ttft(TtftConfig(**SMALL, tier=tier, rules=("cacheblend", "random")))
+    assert [(run.mode, run.rule) for run in result.runs] == [
+        ("full", "none"), ("prefix", "none"), ("reuse", "none"), ("blend", "cacheblend"), ("blend", "random"),
+    ]  # fmt: skip
+    for run in result.runs:
+        assert run.num_samples == 4
+        assert 0 < run.ttft_min_s <= run.ttft_s <= run.ttft_max_s
+        assert run.peak_rss_bytes > 0
+        assert (run.load_s > 0) == (run.mode != "full")
+    assert result.runs[0].speedup == 1.0
+
+
+def test_charged_budgets_are_the_formulas() -> None:
+    result = run_ttft(TtftConfig(**SMALL, ratio=0.25, rules=("cacheblend", "random")))
+    full, prefix, reuse, blend, chosen = result.runs
+    layers = SHAPES["tiny"].num_layers
+    total = NUM_CHUNKS * CHUNK_TOKENS
+    candidates, kept = total - CHUNK_TOKENS, total // 4  # the chunk behind its own prefix is exact
+    assert (full.charged_budget, full.limit) == (1.0, 1.0)
+    assert prefix.charged_budget == pytest.approx(candidates / total)
+    assert (reuse.charged_budget, reuse.limit) == (0.0, None)
+    assert chosen.charged_budget == pytest.approx(0.25)
+    # All candidates run layer 0, and layer 1 as far as their keys and values; then a quarter goes on.
+    kv_share = 64 * 64 / (64 * 64 * 3 + 3 * 64 * 128 + 2 * 64)
+    assert blend.charged_budget == pytest.approx(
+        (candidates + candidates * kv_share + (layers - 1) * kept) / (layers * total)
+    )
+    assert blend.limit == pytest.approx(1 / blend.charged_budget)
+    assert blend.num_recomputed_tokens == kept
+    assert blend.charged_budget_32 < blend.charged_budget
+
+
+def sample(mode: Any, ttft_s: float, cpu_s: float = 1.0, charged_budget: float = 0.25) -> TtftSample:
+    report = BlendReport(mode, "rule", 0.15, ttft_s=ttft_s, charged_budget=charged_budget)
+    return TtftSample(report, cpu_s, peak_rss_bytes=int(ttft_s))
+
+
+def test_speedups_are_ratios_of_medians() -> None:
+    full, blend = summarize(
+        {
+            ModeAndRule("full", "none"): [sample("full", seconds, 9.0) for seconds in (8.0, 100.0, 6.0)],
+            ModeAndRule("blend", "cacheblend"): [sample("blend", seconds, 3.0) for seconds in (1.0, 2.0, 50.0)],
+        }
+    )
+    assert (full.ttft_s, full.ttft_min_s, full.ttft_max_s, full.speedup) == (8.0, 6.0, 100.0, 1.0)
+    assert (blend.ttft_s, blend.speedup, blend.speedup_cpu, blend.limit) == (2.0, 4.0, 3.0, 4.0)
+    assert (blend.peak_rss_bytes, blend.num_samples) == (50, 3)
+
+
+def test_without_full_prefill_there_is_no_speedup() -> None:
+    (run,) = summarize({ModeAndRule("reuse", "none"): [sample("reuse", 1.0, charged_budget=0.0)]})
+    assert (run.speedup, run.speedup_cpu, run.limit) == (None, None, None)
+
+
+def test_blend_runs_once_per_rule_and_the_other_modes_once() -> None:
+    config = TtftConfig(**SMALL, modes=("blend", "full", "full"), rules=("random", "auto", "random"))
+    assert [case.mode for case in config.cases] == ["blend", "blend", "full"]
+    assert config.cases[0].rule == "random"
+
+
+def test_the_json_object_has_the_documented_keys_and_no_path(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = facts(tier="disk", store=tmp_path / "kv", echo=lines.append)
+    assert json.loads(json.dumps(found)) == found
+    assert (found["schema_version"], found["command"]) == (1, "bench ttft")
+    assert {"cpu", "cores", "memory_gib", "gpu", "os", "python", "torch", "transformers", "ragblend", "threads"} <= set(
+        found["hardware"]
+    )
+    assert found["hardware"]["threads"] == 1
+    assert all(set(run) >= RUN_KEYS for run in found["runs"])
+    assert str(tmp_path) not in json.dumps(found)
+    assert any(line.startswith("cpu") for line in lines)
+    assert sum(line.startswith(("full", "prefix", "reuse", "blend")) for line in lines) == 5
+
+
+def test_a_store_on_disk_is_used_again(tmp_path: Path) -> None:
+    facts(tier="disk", store=tmp_path / "kv", modes=("reuse",))
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "kv").rglob("*.safetensors"))
+    facts(tier="disk", store=tmp_path / "kv", modes=("reuse",))
+    assert len(before) == NUM_CHUNKS
+    assert before == sorted(path.stat().st_mtime_ns for path in (tmp_path / "kv").rglob("*.safetensors"))
+
+
+def test_the_table_has_a_line_per_run() -> None:
+    result = run_ttft(TtftConfig(**{**SMALL, "repeats": 1, "num_prompts": 1}))
+    _, header, *lines = table_lines(result)
+    assert len(lines) == len(result.runs)
+    assert {len(line) for line in lines} == {len(header)}
+
+
+def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = facts(plot=tmp_path / "new" / "ttft.png")
+    assert (tmp_path / "new" / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    plot_ttft(json.loads(json.dumps(found)), tmp_path / "again.png")
+    assert (tmp_path / "again.png").stat().st_size > 0
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setattr("ragblend.lab.bench.ttft.run_ttft", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
+        facts(plot=tmp_path / "ttft.png")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": "llama-400b"},
+        {"model": "demo"},  # together with a shape
+        {"modes": ("fuse",)},
+        {"modes": ()},
+        {"rules": ()},
+        {"rules": ("best",)},
+        {"ratio": 1.5},
+        {"repeats": 0},
+        {"threads": 0},
+        {"tier": "tape"},
+        {"dtype": "int3"},
+        {"store": Path("kv")},
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_anything_is_built(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        TtftConfig(**{**SMALL, **change})

@@ -1,0 +1,457 @@
+"""Calibration: exact arithmetic on made-up outcomes, honest predictions, and the demo's corpus from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import run_command
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+from tokenizers import Tokenizer
+
+from ragblend import SegmentedPrompt, load_engine
+from ragblend.cli.lab.calibrate import facts_of, lines_of
+from ragblend.demo import WEIGHTS
+from ragblend.demo.corpus import questions_about, sample_corpus
+from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
+from ragblend.engine.fusion.fidelity import first_token_kl
+from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
+from ragblend.engine.fusion.rules import NO_PROBE_RULE
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import (
+    Calibration,
+    CurvePoint,
+    RuleFit,
+    load_calibration,
+    save_calibration,
+)
+from ragblend.errors import UsageError
+from ragblend.index import ChunkIndex
+from ragblend.lab.bench.common.plots import plot_calibration
+from ragblend.lab.calibrate import (
+    CalibrationRun,
+    CalibrationSample,
+    GridPoint,
+    HeldOut,
+    calibrate,
+    check_target,
+    fit_all,
+    fit_ratio,
+    generate_questions,
+    make_grid_points,
+    measure,
+    min_questions,
+    read_questions,
+    split_questions,
+    summarize_ratio,
+)
+from ragblend.precompute import ingest, open_engine_index
+from ragblend.prompt.prompt import Chunk
+
+RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
+STANDARD, OTHER, DEEPER = GridPoint(AUTO, 1), GridPoint(NO_PROBE_RULE, 1), GridPoint(NO_PROBE_RULE, 2)
+
+
+def curve(*right: int, of: int = 60, costs: float = 1.0) -> tuple[CurvePoint, ...]:
+    """So many of the questions right at each of RATIOS; a ratio costs `costs` times itself."""
+    return tuple(
+        summarize_ratio(ratio, [CalibrationSample(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
+        for ratio, count in zip(RATIOS, right, strict=True)
+    )
+
+
+def lower(count: int, num: int) -> float:
+    """Wilson's lower bound, by its formula."""
+    z, share = 1.959963984540054, count / num
+    centre, spread = share + z * z / (2 * num), z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return (centre - spread) / (1 + z * z / num)
+
+
+# -- the ratio
+
+counts = st.lists(st.integers(0, 60), min_size=5, max_size=5)
+
+
+@given(counts, st.floats(0.01, 0.99))
+def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right: list[int], aim: float) -> None:
+    found = fit_ratio(STANDARD, curve(*right), aim)
+    met = [all(lower(count, 60) >= aim for count in right[place:]) for place in range(5)]
+    assert found.meets_target == any(met)
+    assert found.ratio == (RATIOS[met.index(True)] if any(met) else 1.0)
+
+
+def test_of_60_questions_59_must_agree_for_nine_tenths() -> None:
+    assert fit_ratio(STANDARD, curve(40, 58, 59, 60, 60), 0.9).ratio == 0.2
+    assert fit_ratio(STANDARD, curve(40, 59, 58, 60, 60), 0.9).ratio == 0.5  # a larger one fell short again
+    none = fit_ratio(STANDARD, curve(40, 50, 58, 58, 58), 0.9)
+    assert (none.ratio, none.meets_target) == (1.0, False)
+    last = fit_ratio(STANDARD, curve(40, 50, 58, 58, 59), 0.9)
+    assert (last.ratio, last.meets_target) == (1.0, True)
+    assert fit_ratio(STANDARD, curve(40, 60, 60, 60, 60), 0.94).meets_target is False  # 60 of 60 promise 0.9398
+
+
+@given(counts)
+def test_a_higher_target_never_takes_a_smaller_ratio(right: list[int]) -> None:
+    ratios = [fit_ratio(STANDARD, curve(*right), aim / 10).ratio for aim in range(1, 10)]
+    assert ratios == sorted(ratios)
+
+
+@given(st.floats(0.01, 0.995))
+def test_so_many_questions_are_needed_that_full_agreement_is_enough(target: float) -> None:
+    num = min_questions(target)
+    assert binomtest(num, num).proportion_ci(method="wilson").low >= target - 1e-5
+    assert num == 1 or binomtest(num - 1, num - 1).proportion_ci(method="wilson").low < target + 1e-5
+
+
+@pytest.mark.parametrize(("target", "num", "said"), [(0.98, 60, "189"), (0.98, 188, "189"), (0.9, 34, "35")])
+def test_too_few_questions_for_a_target_are_told_how_many_it_takes(target: float, num: int, said: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{num} questions are too few.* needs {said};"):
+        check_target(target, num)
+    check_target(target, int(said))
+
+
+# -- the promise
+
+
+def test_the_promise_is_kept_by_the_ratio_that_is_fitted() -> None:
+    """Over many draws of 60 questions a ratio that does not deserve it is seldom taken."""
+    chances, draws = np.array((0.5, 0.7, 0.88, 0.96, 1.0)), np.random.default_rng(0)
+    broken = 0
+    for right in draws.binomial(60, chances, (200, 2, 5)):  # the best of two rules, neither better than the other
+        found = fit_all({STANDARD: curve(*map(int, right[0])), OTHER: curve(*map(int, right[1]))}, 0.9)[0]
+        broken += found.meets_target and chances[RATIOS.index(found.ratio)] < 0.9
+    assert broken <= 200 * 0.05
+
+
+# -- rule and layer
+
+
+def test_another_rule_or_layer_takes_over_only_where_it_is_cheaper() -> None:
+    slow, fast = (20, 30, 40, 59, 60), (20, 59, 60, 60, 60)
+    best, *others = fit_all({STANDARD: curve(*slow), OTHER: curve(*slow), DEEPER: curve(*fast)}, 0.9)
+    assert (best.rule, best.check_layer, best.ratio) == (NO_PROBE_RULE, 2, 0.1)
+    assert [(other.rule, other.ratio) for other in others] == [(AUTO, 0.5)]
+    assert fit_all({STANDARD: curve(*fast), OTHER: curve(*fast)}, 0.9)[0].rule == AUTO
+    dear = fit_all({STANDARD: curve(*slow), OTHER: curve(*fast, costs=6)}, 0.9)  # a smaller ratio, but more compute
+    assert [(found.rule, found.ratio) for found in dear] == [(AUTO, 0.5), (NO_PROBE_RULE, 0.1)]
+
+
+def test_settings_start_with_what_is_used_uncalibrated() -> None:
+    assert make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5)[0] == GridPoint(AUTO, 1)
+    assert set(make_grid_points((AUTO, NO_PROBE_RULE), (1, 2, 4), 5)) == {
+        GridPoint(rule, layer) for rule in (AUTO, NO_PROBE_RULE) for layer in (1, 2)
+    }
+    assert make_grid_points(("random",), (1, 2, 4), 32) == (GridPoint("random", 1),)
+    assert make_grid_points((NO_PROBE_RULE, "auto"), (2, 4), 8)[0] == GridPoint(AUTO, 1)
+    with pytest.raises(UsageError, match="magic"):
+        make_grid_points(("magic",), (1,), 5)
+
+
+# -- questions
+
+
+def test_questions_come_one_per_line_or_as_json_lines() -> None:
+    assert read_questions("Who?\n\n  Where? \n") == ["Who?", "Where?"]
+    assert read_questions('{"question": "Who?", "answer": "Ann"}\n{"question": "Where?"}\n') == ["Who?", "Where?"]
+    with pytest.raises(UsageError, match="JSON lines"):
+        read_questions('{"question": "Who?"}\nWhere?')
+
+
+def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() -> None:
+    texts = [f"It rained. The tower number {n} was built by the river in the year {1900 + n}." for n in range(30)]
+    asked = generate_questions([Chunk(text) for text in texts], 20, seed=1)
+    assert len(asked) == len(set(asked)) == 20
+    for question in asked:
+        begun = question.split('"')[1]
+        (text,) = (text for text in texts if begun in text)
+        assert text.split(begun)[1].split()[-1] not in question
+    assert generate_questions([Chunk("Too short.")], 20) == []
+
+
+def test_the_demo_is_asked_in_its_own_forms_what_its_texts_tell() -> None:
+    corpus = sample_corpus()
+    asked = questions_about([record.markdown for record in corpus.records], 50, seed=1)
+    assert len(set(asked)) == 50
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+    for question in asked:
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(f" {question}")
+        assert len(tokenizer.encode(f" {question}").ids) == len(words)  # each a token it knows
+    few = corpus.first_records(6)
+    some = set(questions_about([chunk for record in few.records for chunk in record.chunks], 999))
+    assert some >= {question.text for question in few.questions}
+    assert len(some) < len(corpus.questions)
+
+
+def test_questions_to_fit_and_to_check_are_different_ones() -> None:
+    texts = [f"question {n}" for n in range(60)]
+    fitted, others = split_questions([*texts, *texts], 40, 10, 0.9, seed=0)
+    assert (len(fitted), len(others), len({*fitted, *others})) == (40, 10, 50)
+    assert [len(part) for part in split_questions(texts, 60, 10, 0.9, seed=0)] == [50, 10]
+    assert [len(part) for part in split_questions(texts[:37], 60, 10, 0.9, seed=0)] == [35, 2]  # the promise goes first
+    with pytest.raises(UsageError, match=r"34 questions.*--questions"):
+        split_questions([*texts[:34], *texts[:34]], 60, 0, 0.9, seed=0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, 1.2, float("nan")])
+def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
+    with pytest.raises(UsageError, match="target"):
+        check_target(wrong, 10**6)
+
+
+# -- with a model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a part of the demo's corpus, ingested."""
+    home = tmp_path_factory.mktemp("calibrate")
+    sample_corpus().first_records(6).write(home / "docs")
+    with (
+        load_engine("demo", home / "kv", new_model=True) as engine,
+        open_engine_index(home / "index", engine, EMBEDDER, chunk_size=CHUNK_TOKENS) as index,
+    ):
+        ingest(home / "docs", engine, index, chunk_size=CHUNK_TOKENS, glob="*.md")
+    return home
+
+
+@pytest.fixture(scope="module")
+def engine(home: Path) -> Iterator[TransformersEngine]:
+    with load_engine("demo", home / "kv", on_miss="inline") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def index(home: Path, engine: TransformersEngine) -> Iterator[ChunkIndex]:
+    with open_engine_index(home / "index", engine, create=False) as index:
+        yield index
+
+
+@pytest.fixture(scope="module")
+def questions(home: Path) -> list[str]:
+    return read_questions((home / "docs" / "questions.jsonl").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(engine: TransformersEngine, index: ChunkIndex, questions: list[str]) -> CalibrationRun:
+    """A calibration of the demo, saved, and checked on other questions."""
+    return calibrate(
+        engine, index, questions, target=0.8, num_questions=24, num_held_out=24, rules=["auto"],
+        check_layers=[1], ratios=[0.05, 0.2], **RETRIEVAL,
+    )  # fmt: skip
+
+
+def test_what_is_promised_comes_true_on_held_out_questions_of_the_demos_corpus(found: CalibrationRun) -> None:
+    held = found.held_out
+    assert held is not None
+    assert held.num_questions == 24
+    assert found.is_target_met
+    best = found.calibration.fits[0]
+    assert held.agreement >= found.calibration.target
+    assert best.meets_target
+    assert 0 < best.ratio <= 0.2
+    # The last point is rounding; the ends of the curve are full reuse and full prefill.
+    reuse, *_, everything = best.curve
+    assert everything.agreement == 1.0
+    assert everything.kl < 1e-6
+    assert reuse.low < found.calibration.target <= best.point.low
+    assert reuse.kl > 100 * best.curve[2].kl
+    assert [point.charged_budget for point in best.curve] == sorted(point.charged_budget for point in best.curve)
+
+
+def test_the_engine_picks_the_calibration_up_by_itself(
+    found: CalibrationRun, engine: TransformersEngine, home: Path, index: ChunkIndex, questions: list[str]
+) -> None:
+    assert load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids) == found.calibration
+    prompt = SegmentedPrompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
+    for ratio in (None, "auto"):
+        report = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio).report
+        assert (report.rule, report.recompute_ratio) == (found.calibration.rule, found.calibration.ratio)
+        assert report.predicted_agreement == found.calibration.fits[0].agreement_at(report.recompute_ratio)
+
+
+def test_what_is_measured_is_what_a_calibrated_engine_does(
+    found: CalibrationRun, engine: TransformersEngine, index: ChunkIndex, questions: list[str]
+) -> None:
+    prompts = [SegmentedPrompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
+    best = found.calibration.fits[0]
+    settings = [GridPoint(best.rule, best.check_layer)]
+    for prompt in prompts:
+        (made,) = measure(engine, [prompt], settings, (0.0, best.ratio, 1.0), lambda stage, done, total: None).values()
+        full = engine.prefill(engine.request(prompt, mode="full")).logits
+        used = engine.prefill(engine.request(prompt))
+        assert made[1].kl == first_token_kl(full, used.logits)
+        assert made[1].agreement == (full.argmax() == used.logits.argmax())
+        assert made[1].charged_budget == used.report.charged_budget
+        reuse = engine.prefill(engine.request(prompt, mode="reuse")).logits
+        assert made[0].kl == pytest.approx(first_token_kl(full, reuse))
+
+
+def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkIndex, questions: list[str]) -> None:
+    system = "Answer with the words of the documents."
+    with load_engine("demo", home / "kv", system=system, on_miss="inline") as engine:
+        one = {"num_questions": 10, "rules": ["auto"], "check_layers": [1], "ratios": [0.1]}
+        made = calibrate(engine, index, questions, k=2, target=0.5, **one)  # type: ignore[arg-type]
+        chunks = [hit.chunk for hit in index.search(questions[0], 2)]
+        report = engine.generate(SegmentedPrompt(chunks, questions[0], system), max_tokens=1).report
+        assert {chunk.prefix_match for chunk in report.chunks} == {"exact"}
+        assert report.predicted_agreement == made.calibration.fits[0].agreement_at(report.recompute_ratio)
+        assert made.calibration.prefix_ids == engine.default_prefix_ids
+
+
+def test_an_engine_without_logits_or_without_a_directory_is_refused(
+    engine: TransformersEngine, index: ChunkIndex, questions: list[str]
+) -> None:
+    with pytest.raises(UsageError, match="--backend transformers"):
+        calibrate(object(), index, questions)  # type: ignore[arg-type]
+    with load_engine("demo", on_miss="inline") as memory, pytest.raises(UsageError, match="store=DIR"):
+        calibrate(memory, index, questions)
+
+
+# -- the command line
+
+
+@pytest.fixture
+def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run a command in `home`: exit code, stdout, stderr."""
+    monkeypatch.chdir(home)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = run_command(*arguments, "--index", "index", "--store", "kv")
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--check-layers", "1", "--ratios", "0.1")
+
+
+def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], home: Path) -> None:
+    for path in (home / "kv" / "calibrations").glob("*"):
+        path.unlink()
+    code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
+    report = json.loads(out)["report"]
+    assert (code, report["recompute_ratio"], report["predicted_agreement"]) == (0, 0.15, None)
+    code, out, _ = run("calibrate", *FAST, "-k", "2", "--target", "0.05", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["schema_version"] == 1
+    assert (facts["questions"], facts["num_questions"], facts["saved"]) == ("generated", 10, True)
+    assert (facts["ratio"], facts["target"]) == (0.0, 0.05)  # full reuse is that close
+    assert facts["hardware"]["cpu"]
+    assert str(home) not in out
+    code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
+    report = json.loads(out)["report"]
+    assert report["recompute_ratio"] == 0.0
+    assert 0 < report["predicted_agreement"] <= facts["predicted_agreement"]["agreement"]
+    with load_engine("demo", home / "kv", on_miss="inline") as engine:
+        ours = load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids)
+    assert ours is not None
+    later = replace(
+        ours, chunker="of another index", created_s=ours.created_s + 9, fits=(replace(ours.fits[0], ratio=1.0),)
+    )
+    path = save_calibration(DiskStore(home / "kv"), later)
+    code, out, _ = run("ask", "Who?", "-k", "2", "--max-tokens", "1", "--json")
+    assert json.loads(out)["report"]["recompute_ratio"] == 0.0  # that of the index that is asked
+    path.write_bytes(path.read_bytes()[:-9])
+    code, out, err = run("verify", "--repair")
+    assert "make it again: ragblend calibrate" in out + err
+    assert not path.exists()
+
+
+def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], home: Path) -> None:
+    before = list((home / "kv").glob("calibrations/*"))
+    arguments = ("--questions", "docs/questions.jsonl", "--no-save", "--plot", "curve.png", *FAST)
+    code, out, _ = run("calibrate", *arguments)
+    assert code == 0
+    assert out.startswith("10 questions (k 6, neighbours 0, order score), target 0.7: ratio ")
+    assert (home / "curve.png").stat().st_size > 10_000
+    assert list((home / "kv").glob("calibrations/*")) == before
+    assert "saved" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--target", "1.5"], 2, "0.9"),
+        (["--target", "0.98"], 2, "0.98 needs 189"),
+        (["--rules", "magic"], 2, "magic"),
+        (["--ratios", "0.1,2"], 2, "2"),
+        (["--questions", "nowhere.txt"], 3, "nowhere.txt"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(
+    run: Callable[..., Any], arguments: list[str], code: int, said: str
+) -> None:
+    found = run("calibrate", *arguments)
+    assert found[0] == code
+    assert said in found[2]
+
+
+def test_a_server_is_refused_and_for_vllm_the_store_is_calibrated_here(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGBLEND_BACKEND", "http://127.0.0.1:9")
+    code, _, err = run("calibrate", *FAST)
+    assert code == 2
+    assert "on the machine that has its store" in err
+    monkeypatch.setenv("RAGBLEND_BACKEND", "vllm")
+    assert run("calibrate", "--no-save", *FAST, "--ratios", "1")[0] == 0
+
+
+def test_too_few_questions_are_refused(run: Callable[..., Any], home: Path) -> None:
+    (home / "few.txt").write_text("Who?\nWhere?\n")
+    code, _, err = run("calibrate", "--questions", "few.txt")
+    assert code == 2
+    assert "2 questions are too few" in err
+
+
+def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
+    points = (
+        CurvePoint(0.0, 0.0, 0.7, 0.575, 0.801, 1.7341, 0.0),
+        CurvePoint(0.1, 0.1801, 0.9833, 0.9114, 0.9971, 0.0302, 0.1133),
+        CurvePoint(1.0, 0.8503, 1.0, 0.9398, 1.0, 2.8e-13, 0.8503),
+    )
+    fits = (RuleFit("cacheblend_k", 1, ratio, meets, points),)
+    calibration = Calibration("f00d", (1,), "112 tokens", 1e9, 0.9, 60, "k 2, neighbours 2", fits)
+    held_out = HeldOut(100, 0.99, 0.9455, 0.9982, 0.0052)
+    return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out)
+
+
+def test_what_the_command_prints_is_stable() -> None:
+    assert "\n".join(lines_of(calibration())) == GOLDEN
+    assert any("only ratio 1" in line for line in lines_of(calibration(1.0)))
+    assert any("no ratio meets" in line for line in lines_of(calibration(1.0, meets=False)))
+    missed = replace(calibration(), held_out=HeldOut(100, 0.8, 0.711, 0.867, 0.0052))
+    assert any("BELOW the target" in line for line in lines_of(missed))
+
+
+def test_the_picture_is_drawn_from_the_json(tmp_path: Path) -> None:
+    facts = json.loads(json.dumps(facts_of(calibration(), "demo", None)))
+    plot_calibration(facts, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+GOLDEN = """\
+60 questions (k 2, neighbours 2), target 0.9: ratio 0.1 by cacheblend_k at layer 1
+the first token is full prefill's in 98.3% [91.1%, 99.7%]
+noise floor (everything recomputed): 100.0%, KL 2.8e-13
+
+cacheblend_k, layer 1
+   ratio  charged   at 32   agreement                KL, nats
+       0    0.000   0.000   70.0% [57.5%, 80.1%]     1.7
+     0.1    0.180   0.113   98.3% [91.1%, 99.7%]     0.03 <
+       1    0.850   0.850   100.0% [94.0%, 100.0%]   2.8e-13
+
+held out: of 100 other questions 99.0% [94.5%, 99.8%] agree, KL 0.0052; the target stands
+
+saved; `ragblend ask` and every engine on this store use it: kv/calibrations/x.json"""

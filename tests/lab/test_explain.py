@@ -1,0 +1,199 @@
+"""Explanations against the stock model's own KV: states, deviations and answers are what they say they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ragblend.engine.generation import Conversation
+from ragblend.engine.report import Mode
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.errors import UsageError
+from ragblend.lab.explain import STATES, Comparison, Explanation, explain
+from ragblend.lab.explain_page import render_html
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+CHUNKS = (
+    Chunk("the theory of the other chunk is in the answer", source="one.txt"),
+    Chunk("question the chunk with that theory", source="two.txt"),
+    Chunk("what the other question is and the answer to it", source="three.txt"),
+)
+PROMPT = SegmentedPrompt(CHUNKS, "what is that?")
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
+    """A tiny Llama whose store holds the first and the last chunk."""
+    made = tiny_engine("llama")
+    for chunk in (CHUNKS[0], CHUNKS[2]):
+        made.precompute(chunk)
+    return made
+
+
+@pytest.fixture
+def explanation(engine: TransformersEngine) -> Explanation:
+    return explain(engine, PROMPT, rule="ask", recompute_ratio=0.3, max_tokens=6)
+
+
+def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
+    tokenized = engine.segmenter.tokenize(PROMPT)
+    assert [token.id for token in explanation.tokens] == tokenized.token_ids
+    assert [segment.start for segment in explanation.segments] == [segment.start for segment in tokenized.segments]
+    text = "".join(token.text for token in explanation.tokens)
+    assert all(chunk.text in text for chunk in CHUNKS)
+    assert "Question: what is that?" in text
+    assert explanation.question == "what is that?"
+
+
+def test_states_are_those_of_the_report(explanation):
+    prefix, exact, joint, missed, _, blended, suffix = explanation.segments
+    assert {token.state for token in prefix.tokens} | {token.state for token in exact.tokens} == {"exact"}
+    assert {token.state for segment in (joint, missed, suffix) for token in segment.tokens} == {"computed"}
+    assert {token.state for token in blended.tokens} == {"recomputed", "reused"}
+    report = explanation.report
+    assert sum(map(explanation.count, STATES)) == report.prompt_tokens
+    assert explanation.count("recomputed") == report.num_recomputed_tokens
+    assert explanation.count("exact") + explanation.count("reused") == report.num_reused_tokens
+    assert [segment.chunk for segment in (exact, missed, blended)] == report.chunks
+    assert (missed.read_s, missed.deviation, prefix.chunk) == (None, None, None)
+    assert exact.read_s >= 0
+
+
+def test_attention_adds_up_to_the_reports_shares(explanation):
+    shares = {state: sum(t.attention for t in explanation.tokens if t.state == state) for state in STATES}
+    report = explanation.report
+    assert shares["exact"] + shares["computed"] == pytest.approx(report.attention_exact, abs=1e-5)
+    assert shares["recomputed"] == pytest.approx(report.attention_recomputed, abs=1e-5)
+    assert shares["reused"] == pytest.approx(report.attention_stale, abs=1e-5)
+    assert sum(segment.attention for segment in explanation.segments) == pytest.approx(1, abs=1e-5)
+
+
+def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_models_kv(
+    engine, explanation, stock_model, tiny_model
+):
+    """The stored chunk is moved by the stock model itself: run behind the prefix, its positions shifted."""
+    model, tokenized = stock_model("llama"), engine.segmenter.tokenize(PROMPT)
+    prefix, chunk = tokenized.segments[0], tokenized.chunk_segments[2]
+    full, alone = DynamicCache(), DynamicCache()
+    ids = [*prefix.token_ids, *chunk.token_ids]
+    with torch.no_grad():
+        model(torch.tensor([tokenized.token_ids]), past_key_values=full)
+        # RoPE sees only distances, so positions shifted for prefix and chunk alike leave values and attention alone.
+        shift = chunk.start - prefix.num_tokens
+        model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + shift, past_key_values=alone)
+    for place, token in enumerate(explanation.segments[5].tokens):
+        per_layer = []
+        for ours, theirs in zip(alone.layers, full.layers, strict=True):
+            for stored, fresh in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                a, b = stored[0, :, prefix.num_tokens + place], fresh[0, :, chunk.start + place]
+                per_layer.append(float((b - a).norm() / b.norm()))
+        assert token.deviation == pytest.approx(sum(per_layer) / len(per_layer), rel=1e-3, abs=1e-5)
+    unmoved = explain(engine, PROMPT, rule="cacheblend", recompute_ratio=0.3, max_tokens=2)
+    reused = [token for token in unmoved.segments[5].tokens if token.state == "reused"]
+    assert [token.remaining for token in reused] == [token.deviation for token in reused] != []
+
+
+def test_exact_tokens_do_not_deviate_and_recomputing_everything_leaves_nothing(engine, explanation):
+    for token in explanation.tokens:
+        if token.state == "exact":
+            assert token.remaining < 1e-4
+    repaired = [token for token in explanation.tokens if token.state == "recomputed"]
+    before, after = sum(token.deviation for token in repaired), sum(token.remaining for token in repaired)
+    assert after < before
+    everything = explain(engine, PROMPT, recompute_ratio=1.0, max_tokens=6)
+    assert max(token.remaining for token in everything.tokens) < 1e-4
+    assert everything.answers_identical
+    assert everything.first_token_agrees
+    assert everything.first_token_kl < 1e-8
+    assert {token.attention for token in everything.tokens} == {None}
+
+
+def test_a_chunk_that_the_store_lost_meanwhile_has_no_deviation(engine, monkeypatch):
+    prefill = engine.prefill
+
+    def lossy(request: Any) -> Any:
+        if request.mode == "reuse":
+            engine.forget(CHUNKS[2])
+        return prefill(request)
+
+    monkeypatch.setattr(engine, "prefill", lossy)
+    explanation = explain(engine, PROMPT, recompute_ratio=0.3, max_tokens=2)
+    lost = explanation.segments[5]
+    assert lost.chunk.hit
+    assert lost.deviation is None
+    assert "mean deviation" not in render_html(explanation)
+
+
+def test_both_answers_are_the_engines_own(engine, explanation):
+    def answer(mode: str) -> str:
+        return engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.3, max_tokens=6).text
+
+    assert (explanation.answer, explanation.full_answer) == (answer("blend"), answer("full"))
+    assert explanation.answers_identical == (explanation.answer == explanation.full_answer)
+    assert (explanation.report.mode, explanation.full_report.mode) == ("blend", "full")
+
+
+def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
+    explanation = explain(engine, SegmentedPrompt.from_parts([CHUNKS[0], CHUNKS[2]]), max_tokens=2)
+    assert explanation.tokens[-1].state == "computed"
+    assert explanation.question == ""
+
+
+@pytest.mark.parametrize("options", [{"mode": "reuse"}, {"conversation": Conversation()}])
+def test_other_modes_and_conversations_are_refused(engine, options: dict[str, Any]):
+    with pytest.raises(UsageError, match="leave mode and conversation out"):
+        explain(engine, PROMPT, **options)
+
+
+def test_characters_of_several_tokens_belong_to_the_last_one(segmenter):
+    text = "é 東京 👍🏽 the theory"
+    texts = segmenter.token_texts(segmenter.text_ids(text))
+    assert "".join(texts) == text
+    assert "" in texts
+    half = segmenter.text_ids("東")[:2]
+    assert "".join(segmenter.token_texts(half)) == "\ufffd"
+    assert segmenter.token_texts([1, 3]) == ["<s>", "<doc>"]
+    assert segmenter.token_texts([]) == []
+
+
+def test_a_boundary_that_recognition_moved_shows_in_the_comparison(engine, stock_model):
+    found = ["Content: ", Chunk(CHUNKS[0].text, found_in_prompt=True), "\nwhat is that?"]
+    prompt = SegmentedPrompt.from_messages([("user", found)])
+    explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
+    assert explanation.boundaries_moved
+    assert explanation.first_token_kl > 1e-4
+    assert max(token.remaining for token in explanation.tokens) < 1e-4  # of the KV of the very same tokens
+    whole = engine.segmenter.tokenize(prompt.without_recognized()).token_ids
+    with torch.no_grad():
+        answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
+    assert explanation.full_answer == engine.segmenter.decode(answer[0, len(whole) :].tolist())
+    assert not explain(engine, PROMPT, max_tokens=2).boundaries_moved
+
+
+def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
+    options: dict[str, Any] = {"rule": "ask", "max_tokens": 6}
+    compared = Comparison(engine, PROMPT, recompute_ratio=0.3, **options)
+    modes: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
+    for mode in modes:
+        text = "".join(compared.stream(mode))
+        assert text == engine.generate(PROMPT, mode=mode, recompute_ratio=0.3, **options).text
+    assert compared.agreement("full") == (True, True, 0.0)
+    assert compared.agreement("prefix").first_token_kl < 1e-5
+    assert compared.agreement("reuse").first_token_kl > 1e-5
+    once = explain(engine, PROMPT, recompute_ratio=0.3, **options)
+    assert [token.state for token in compared.explanation().tokens] == [token.state for token in once.tokens]
+
+    prefilled: list[str] = []
+    prefill = engine.prefill
+    monkeypatch.setattr(engine, "prefill", lambda request: (prefilled.append(request.mode), prefill(request))[1])
+    for ratio in (0.0, 1.0):
+        list(compared.stream("blend", ratio))
+        explanation = compared.explanation()
+        assert explanation.count("recomputed" if ratio == 0 else "reused") == 0
+        assert explanation.report.recompute_ratio == ratio
+    assert compared.agreement("blend").first_token_kl < 1e-5
+    assert prefilled == ["blend", "blend"]

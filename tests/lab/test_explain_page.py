@@ -1,0 +1,179 @@
+"""The page as a browser reads it: every token once and in order, untrusted text as text, nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.lab.explain import Explanation, explain
+from ragblend.lab.explain_page import (
+    OPEN_TOKENS,
+    deviation_scale,
+    plot_explanation,
+    render_html,
+    summary_lines,
+    write_html,
+)
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+EVIL = "</p><script>alert('1')</script> & \"quoted\" <b onclick=x>$\\frac{1}$ {{ 7 * 7 }}"
+VOID = {"meta", "input", "rect", "link", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Reads a page: the elements, what tokens say, and whether everything that opens also closes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tokens: list[str] = []
+        self.hints: list[str] = []
+        self.running = ""  # all text in the prompt's paragraphs, spaces between tokens included
+        self._open: list[str] = []
+        self._paragraph = self._token = False
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.elements.append((tag, given))
+        if tag not in VOID:
+            self._open.append(tag)
+        classes = (given.get("class") or "").split()
+        self._paragraph |= "tokens" in classes
+        if self._paragraph and tag == "span":
+            assert "t" in classes
+            self._token = True
+            self.tokens.append("")
+            self.hints.append(given["title"] or "")
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+        self._token &= tag != "span"
+        self._paragraph &= tag != "p"
+
+    def handle_data(self, data):
+        if self._token:
+            self.tokens[-1] += data
+        if self._paragraph:
+            self.running += data
+
+
+@pytest.fixture(scope="module")
+def evil_chunks() -> list[Chunk]:
+    return [Chunk("the theory of the other chunk", source="a<i>.md"), Chunk(EVIL, source="b&.md"), Chunk("the answer")]
+
+
+@pytest.fixture
+def explanation(tiny_engine: Callable[..., TransformersEngine], evil_chunks: list[Chunk]) -> Explanation:
+    engine = tiny_engine("llama")
+    for chunk in evil_chunks[:2]:
+        engine.precompute(chunk)
+    return explain(engine, SegmentedPrompt(evil_chunks, f"what? {EVIL}"), rule="ask", max_tokens=4)
+
+
+def test_every_token_is_there_once_and_in_order(explanation):
+    page = Page(render_html(explanation))
+    assert [token.strip() for token in page.tokens] == [token.text.strip() for token in explanation.tokens]
+    assert page.running == "".join(token.text for token in explanation.tokens)
+    assert EVIL in page.running
+
+
+def test_untrusted_text_stays_text(explanation):
+    explanation = replace(explanation, answer=EVIL, full_answer=EVIL, model=EVIL)
+    html = render_html(explanation)
+    page = Page(html)
+    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "b onclick", "iframe", "img", "link", "object"})
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "<script" not in html
+    assert "49" not in page.running  # no template in a text is run
+
+
+def test_the_page_needs_nothing_from_elsewhere(explanation):
+    html = render_html(explanation)
+    page = Page(html)
+    assert not any({"src", "href"} & set(attributes) for _, attributes in page.elements)
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "url(" not in html
+    policy = [given["content"] for tag, given in page.elements if given.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_it_shows_states_figures_and_what_was_missed(explanation):
+    html = render_html(explanation)
+    page = Page(html)
+    marks = [given["class"].split() for tag, given in page.elements if tag == "span" and given.get("title")]
+    letters = {"exact": "e", "computed": "c", "recomputed": "r", "reused": "k"}
+    assert [mark[1] for mark in marks] == [letters[token.state] for token in explanation.tokens]
+    assert all(f"token {place}: {token.state}" in page.hints[place] for place, token in enumerate(explanation.tokens))
+    assert "attention" in page.hints[0]
+    assert html.count("not in the store</span>") == 1
+    assert "1. a&lt;i&gt;.md" in html
+    assert "prefers-color-scheme: dark" in html
+    assert "@media print" in html
+
+
+def test_without_attention_the_page_says_so_and_offers_no_view_of_it(tiny_engine, evil_chunks):
+    engine = tiny_engine("llama")
+    engine.precompute(evil_chunks[0])
+    page = render_html(explain(engine, SegmentedPrompt(evil_chunks, "what?"), rule="random", max_tokens=2))
+    assert "does not ask the question" in page
+    assert 'type="radio"' not in page
+    assert "Where the question looked" not in page
+
+
+def test_long_prompts_are_folded(explanation):
+    def opened(shown: Explanation) -> list[bool]:
+        return ["open" in given for tag, given in Page(render_html(shown)).elements if tag == "details"]
+
+    assert opened(explanation) == [True] * 3
+    long = replace(explanation, report=replace(explanation.report, prompt_tokens=OPEN_TOKENS + 1))
+    assert opened(long) == [False] * 3
+
+
+def test_twenty_thousand_tokens_make_a_page_of_a_few_megabytes(explanation):
+    chunks = [segment for segment in explanation.segments if segment.kind == "chunk"]
+    many = -(-20_000 // sum(len(segment.tokens) for segment in chunks))
+    segments = (explanation.segments[0], *(chunks * many), explanation.segments[-1])
+    long = replace(explanation, segments=segments, report=replace(explanation.report, prompt_tokens=20_000))
+    html = render_html(long)
+    assert len(Page(html).tokens) == len(long.tokens) >= 20_000
+    assert len(html) < 5 << 20
+
+
+def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below(explanation):
+    scale = deviation_scale(explanation)
+    known = [token.deviation for token in explanation.tokens if token.deviation is not None]
+    assert scale in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+    assert sum(value > scale for value in known) <= 0.05 * len(known)
+    assert deviation_scale(replace(explanation, segments=())) == 0.05
+
+
+def test_the_picture_is_drawn_and_untrusted_text_is_no_formula(explanation, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    plot_explanation(explanation, tmp_path / "deep" / "explain.png")
+    pixels = image.imread(tmp_path / "deep" / "explain.png")
+    height, width, _ = pixels.shape
+    assert width >= 1200
+    assert height >= 300
+    colours = {tuple(pixel) for pixel in (pixels[::7, ::7, :3] * 255).round().astype(int).reshape(-1, 3)}
+    assert len(colours) > 10  # text, shades, frames
+    assert any(red > blue + 60 for red, _, blue in colours)  # orange: deviation
+
+
+def test_the_page_is_written_and_the_terminal_gets_a_line_per_part(explanation, tmp_path):
+    write_html(explanation, tmp_path / "new" / "page.html")
+    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render_html(explanation)
+    lines = summary_lines(explanation)
+    assert lines[0].endswith(explanation.answer)
+    assert sum("not in the store" in line for line in lines) == 1
+    assert len(lines) == len(explanation.segments) + 5

@@ -1,0 +1,56 @@
+"""`ragblend ui` as it is typed: it says where the page is, serves it, and Ctrl-C ends it tidily."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from commands import run_command
+
+
+def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ragblend", "ui", "--no-browser", "--port", "0", "--embedder", "hashing"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
+            assert found is not None
+            with httpx.Client(base_url=found[0], trust_env=False, timeout=60) as client:
+                assert "<title>ragblend</title>" in client.get("/").text
+                # Behind the model's loading, which is the first job.
+                asked = client.post("/ask", json={"question": "Who is there?"})
+                assert "drop some" in asked.text
+                assert client.get("/state").json()["num_documents"] == 0
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_without_its_extra_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "ragblend.lab.ui.app", raising=False)
+    assert run_command("ui", "--no-browser") == 1
+    assert "pip install 'ragblend[ui]'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_others_being_able_to_reach_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragblend.config import Settings
+    from ragblend.lab.ui import app
+
+    said: list[str] = []
+    monkeypatch.setattr(app._Server, "run", lambda server, sockets: [each.close() for each in sockets])
+    for host, words in (("127.0.0.1", 1), ("0.0.0.0", 2)):
+        said.clear()
+        app.serve(Settings(), lambda job: 1 / 0, lambda *_: (), host=host, port=0, browser=False, notify=said.append)
+        assert len(said) == words
+    assert "no password" in said[1]

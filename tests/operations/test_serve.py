@@ -1,0 +1,151 @@
+"""`ragblend serve` up to the moment it becomes vLLM: the command, its flags, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend.cli import app as cli
+from ragblend.config import Settings
+from ragblend.engine.transformers.model import load_tokenizer
+from ragblend.engine.vllm import launch as vllm_launch
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem, separator_ids
+from ragblend.errors import RagblendError, UsageError
+from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command
+
+
+def launch(*flags: str, **options: Any) -> ServerCommand:
+    settings = {name: options.pop(name) for name in [*options] if name in Settings.__dataclass_fields__}
+    return build_server_command(ServeOptions(Settings(**settings), **options), flags, check=False)
+
+
+def value(command: tuple[str, ...], flag: str) -> str:
+    assert command.count(flag) == 1
+    return command[command.index(flag) + 1]
+
+
+def extra(command: tuple[str, ...]) -> dict[str, Any]:
+    transfer = json.loads(value(command, "--kv-transfer-config"))
+    assert transfer["kv_connector_module_path"] == CONNECTOR_MODULE
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    return dict(transfer["kv_connector_extra_config"])
+
+
+def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = launch(store="kv").command
+    assert command[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert value(command, "--host") == "127.0.0.1"
+    assert value(command, "--served-model-name") == "demo"
+    assert value(command, "--dtype") == "float32"
+    assert (Path(value(command, "--model")) / "config.json").is_file()
+    config = extra(command)
+    assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
+    assert (config["separator_ids"], config["separator_end_ids"], config["prefix_ids"]) == ([3], [4], [1])
+
+
+def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) -> None:
+    command = launch(
+        "--max-model-len", "512", "--served-model-name", "mine",
+        store=str(tmp_path), ratio=0.3, rule="random", system="Be brief.", separator="<doc>",
+        host="0.0.0.0", port=9001,
+    ).command  # fmt: skip
+    config = extra(command)
+    assert (config["ratio"], config["rule"], config["separator_ids"]) == (0.3, "random", [3])
+    assert "separator_end_ids" not in config
+    assert len(config["prefix_ids"]) > 2
+    assert (value(command, "--host"), value(command, "--port")) == ("0.0.0.0", "9001")
+    assert command[-4:] == ("--max-model-len", "512", "--served-model-name", "mine")
+    assert value(command, "--served-model-name") == "mine"
+
+
+def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(vllm_launch, "is_cuda", lambda: False)
+    assert int(value(launch(store=str(tmp_path)).command, "--kv-cache-memory-bytes")) == 256 << 20
+    assert launch("--gpu-memory-utilization=0.5", store=str(tmp_path)).command.count("--kv-cache-memory-bytes") == 0
+    checkpoint = vllm_launch.find_checkpoint("demo")
+    assert checkpoint.bytes_per_token == 5 * 2 * 4 * 32 * 4
+    monkeypatch.setattr(vllm_launch, "is_cuda", lambda: True)
+    assert kv_memory_bytes(checkpoint) is None
+
+
+def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None:
+    made = launch(store=str(tmp_path), api_key="secret-key")
+    assert made.environment["VLLM_API_KEY"] == "secret-key"
+    assert "secret-key" not in " ".join(made.command)
+    assert "secret-key" not in made.display_command()
+    assert "VLLM_API_KEY=***" in made.display_command()
+
+
+def test_tiers_reach_the_connector_and_a_remotes_password_reaches_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+    url = "redis://:pass-word@cache:6379/0"
+    made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url)
+    config = extra(made.command)
+    assert (config["disk_gib"], config["kv_dtype"]) == (3.0, "int8")
+    assert "pass-word" not in " ".join(made.command)
+    assert "pass-word" not in made.display_command()
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    assert ConnectorConfig.read(config).remote == url  # as vLLM's processes read it
+    without = launch(store=str(tmp_path))
+    assert ConnectorConfig.read(extra(without.command)).remote is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "named"),
+    [
+        ((), {"model": "--max-model-len"}, "put it first"),
+        ((), {"ratio": 1.5}, "1.5"),
+        ((), {"rule": "best"}, "best"),
+        ((), {"port": 0}, "port"),
+        ((), {"remote": "cache:6379"}, "cache:6379"),
+        ((), {"separator": ""}, "empty"),
+        ((), {"separator_end": "x"}, "--separator"),
+        (("--kv-transfer-config", "{}"), {}, "--kv-transfer-config"),
+        (("--dtype=half",), {}, "--dtype"),
+    ],
+)
+def test_what_cannot_be_served_is_a_usage_error(
+    tmp_path: Path, flags: tuple[str, ...], options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        launch(*flags, store=str(tmp_path), **options)
+
+
+def test_a_separator_is_what_the_tokenizer_reads() -> None:
+    tokenizer, _ = load_tokenizer("demo")
+    assert separator_ids("<doc>", tokenizer) == [3]
+    assert len(separator_ids("lives in", tokenizer)) > 1
+
+
+def test_a_plugin_kept_out_is_named_with_the_way_in() -> None:
+    assert "VLLM_PLUGINS=a,ragblend" in plugin_problem({"VLLM_PLUGINS": "a"})
+    assert "VLLM_PLUGINS=ragblend" in plugin_problem({"VLLM_PLUGINS": ""})
+    assert plugin_problem({"VLLM_PLUGINS": "a, ragblend"}) == plugin_problem({})
+
+
+@pytest.mark.parametrize("version", [(0, 0), (0, 27), (0, 34), (1, 0)])
+def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any, version: tuple[int, int]) -> None:
+    monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
+    monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
+    with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
+        build_server_command(ServeOptions(Settings(store=str(tmp_path))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
+    arguments = ["serve", "demo", "--store", str(tmp_path), "--max-model-len", "512", "--port", "8001", "-tp", "2"]
+    monkeypatch.setattr(sys, "argv", ["ragblend", *arguments, "--enforce-eager", "--ratio", "0.5", "--dry-run"])
+    with suppress(SystemExit):
+        cli.main()
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith("--port 8001 --max-model-len 512 -tp 2 --enforce-eager")
+    assert '"ratio":0.5' in shown
+    assert extra(launch(store=str(tmp_path), ratio="auto").command)["ratio"] == "auto"

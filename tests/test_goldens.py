@@ -1,0 +1,97 @@
+"""What a store of before still is: its keys, its entries and index, and the tokens that rules select over it.
+
+Commit 19c4dfd wrote `golden/store`: `ragblend ingest` of two files (`--model demo --context similar --embedder
+hashing`), then `precompute_documents` of two documents. It also wrote `golden/selections.json`: the keys of the
+demo corpus' chunks and, for 20 prompts, the tokens that each rule recomputed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragblend import load_engine, open_index
+from ragblend.demo.corpus import sample_corpus
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.keys import key_of
+from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.prompt.prompt import Chunk, SegmentedPrompt
+
+GOLDEN = Path(__file__).parent / "golden"
+SELECTIONS: dict[str, Any] = json.loads((GOLDEN / "selections.json").read_text())
+TEXTS = (
+    "# Turin office\n\nThe lease of the Turin office was signed by Ada Ferro on 3 May 2024.",
+    "The Turin office has forty desks and a roof garden.",
+    "Rovon is led by Mara Quint.",
+    "Mara Quint was born in Eldale.",
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A copy of the golden store."""
+    return Path(shutil.copytree(GOLDEN / "store", tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[TransformersEngine]:
+    """The demo model over an empty store in memory."""
+    with load_engine("demo", store=None, dtype="float32") as engine:
+        assert isinstance(engine, TransformersEngine)
+        yield engine
+
+
+def test_every_golden_entry_is_read_under_its_key(store: Path) -> None:
+    disk = DiskStore(store / "kv")
+    keys = sorted(disk.keys())
+    assert keys == sorted(path.stem for path in (GOLDEN / "store" / "kv").glob("??/*.safetensors"))
+    assert len(keys) == 8
+    for key in keys:
+        stored = disk.get(key)
+        assert stored is not None
+        assert key_of(stored.header) == key
+
+
+def test_the_golden_store_serves_its_texts(store: Path) -> None:
+    """Both variants of each text are found by this code's keys: nothing is prefilled again."""
+    with load_engine("demo", store=store / "kv", dtype="float32") as engine:
+        for text in TEXTS:
+            assert engine.is_stored(Chunk(text)), text
+            assert engine.precompute(Chunk(text)) == 0, text
+        answer = engine.generate(SegmentedPrompt([Chunk(text) for text in TEXTS], "Who leads Rovon?"), max_tokens=2)
+        assert answer.report.num_chunk_hits == len(TEXTS)
+
+
+def test_the_golden_index_is_searched(store: Path) -> None:
+    with open_index(store / "index", create=False) as index:
+        (best, *_) = index.search("roof garden", 1)
+        assert best.chunk.text == TEXTS[1]
+
+
+def test_keys_of_the_demo_corpus_are_the_golden_ones(demo: TransformersEngine) -> None:
+    chunks = [chunk for record in sample_corpus().records for chunk in record.chunks]
+    for number, key in SELECTIONS["keys"].items():
+        assert demo.key(Chunk(chunks[int(number)])) == key
+
+
+@pytest.mark.parametrize("rule", ["ask", "cacheblend", "cacheblend_k"])
+def test_rules_select_the_golden_tokens(demo: TransformersEngine, rule: str) -> None:
+    """One of a hundred may differ: processors sum in other orders, which may swap tokens of equal score."""
+    chunks = [chunk for record in sample_corpus().records for chunk in record.chunks]
+    num_expected = num_shared = 0
+    for golden in SELECTIONS["prompts"]:
+        prompt = SegmentedPrompt([Chunk(chunks[number]) for number in golden["chunks"]], golden["question"])
+        for chunk in prompt.chunks:
+            demo.precompute(chunk)
+        request = demo.request(prompt, rule=rule, recompute_ratio=SELECTIONS["recompute_ratio"], max_tokens=1)
+        selected = demo.prefill(request).recomputed.tolist()
+        expected = golden["recomputed"][rule]
+        assert len(selected) == len(expected)
+        num_expected += len(expected)
+        num_shared += len({*selected} & {*expected})
+    assert num_shared >= 0.99 * num_expected, f"{num_expected - num_shared} of {num_expected} tokens differ"
