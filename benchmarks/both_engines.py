@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", default="musique")
-    parser.add_argument("--part", default="all")
+    parser.add_argument("--split", default="all")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
     parser.add_argument("--out", type=Path)

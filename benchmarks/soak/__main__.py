@@ -2,12 +2,12 @@
 
     python -m benchmarks.soak --out data/results/soak.json
 
-Two `ragblend serve demo --keys` with a store each and one Redis, on this machine's CPU. Clients of three namespaces
-ingest and ask, in every mode, streamed and not; some hang up; some ask about chunks that only another namespace has
-ingested, or nobody has. Redis is killed twice and comes back empty, one replica is killed and started again over its
-store. The run fails unless every answer is right (`work`), no chunk was hit in a namespace that had not ingested it,
-no chunk that a replica stores was missed there (`ledger`), and the counters of both add up to what the clients saw.
-Memory is told, not judged. Read `measure` first.
+Two `ragblend serve demo --api-keys-file` with a store each and one Redis, on this machine's CPU. Clients of three
+namespaces ingest and ask, in every mode, streamed and not; some hang up; some ask about chunks that only another
+namespace has ingested, or nobody has. Redis is killed twice and comes back empty, one replica is killed and started
+again over its store. The run fails unless every answer is right (`work`), no chunk was hit in a namespace that had not
+ingested it, no chunk that a replica stores was missed there (`ledger`), and the counters of both add up to what the
+clients saw. Memory is told, not judged. Read `measure` first.
 """
 
 from __future__ import annotations

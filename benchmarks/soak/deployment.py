@@ -40,7 +40,7 @@ OF_READING = {"finished_length": 1, "generation_tokens_total": 2}
 def flags_of(remote: str, keys: Path) -> list[str]:
     """What the soak's replicas are served with."""
     paged = ["--kv-cache-memory-bytes", str(PAGED_KV_BYTES)]
-    return ["--keys", str(keys), "--remote", remote, *ON_CPU, *paged]
+    return ["--api-keys-file", str(keys), "--remote", remote, *ON_CPU, *paged]
 
 
 def key_of(tenant: str) -> str:

@@ -100,7 +100,11 @@ def serve(
     ] = None,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", envvar="RAGBLEND_KEYS", help="TOML or JSON: API keys, their namespaces and rights."),
+        typer.Option(
+            "--api-keys-file",
+            envvar="RAGBLEND_API_KEYS_FILE",
+            help="TOML or JSON: API keys, their namespaces and rights.",
+        ),
     ] = None,
     separator: Annotated[
         str | None, typer.Option("--separator", help="Text that plain clients put around chunks in their prompts.")

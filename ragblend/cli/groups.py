@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "unpin": ("unpin docs/handbook.md",),
         "push": ("push --remote redis://cache:6379/0",),
         "init-key": ("init-key",),
-        "sign": ("sign --store kv/", "sign --store kv/ --signed-with OLD.key"),
+        "sign": ("sign --store kv/", "sign --store kv/ --old-key-file OLD.key"),
     },
     "Tune": {
         "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),

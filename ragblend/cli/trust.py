@@ -16,7 +16,8 @@ EXIT_CORRUPT = 4
 
 def init_key(
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to; else where every command of yours looks for it.")
+        Path | None,
+        typer.Option("--key-file", help="File to write the key to. Default: the file that every command reads."),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
@@ -39,7 +40,7 @@ def sign(
     settings: Settings,
     signed_with: Annotated[
         Path | None,
-        typer.Option("--signed-with", help="The file of an older key: only what it signed is signed anew."),
+        typer.Option("--old-key-file", help="The file of an older key: only what it signed is signed anew."),
     ] = None,
     json_: JsonOption = False,
 ) -> None:

@@ -97,7 +97,8 @@ def measure_machine(
         if longest.num_tokens >= engine.context_length:
             raise UsageError(
                 f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {longest.num_tokens}, "
-                f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--chunks, --chunk-tokens)"
+                f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones "
+                "(--num-chunks, --chunk-tokens)"
             )
         notify(f"precomputing {effort.num_chunks} chunks of {effort.chunk_tokens} tokens")
         for chunk in chunks:

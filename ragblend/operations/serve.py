@@ -117,10 +117,13 @@ def _check_keys(path: Path, api_key: str | None) -> None:
     read_keys(path)
     if api_key or os.environ.get(API_KEY):
         raise UsageError(
-            f"--keys and --api-key (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into {path}, unset those"
+            f"--api-keys-file and --api-key (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into "
+            f"{path}, unset those"
         )
     if os.environ.get(RESPONSES_STORE, "0") not in ("", "0"):
-        raise UsageError(f"with {RESPONSES_STORE} vLLM shows one key's responses to another; unset it, or no --keys")
+        raise UsageError(
+            f"with {RESPONSES_STORE} vLLM shows one key's responses to another; unset it, or no --api-keys-file"
+        )
 
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:

@@ -21,7 +21,7 @@ def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_p
         "tiny",
         "--sizes",
         "2,5",
-        "--chunks",
+        "--num-chunks",
         "2",
         "--chunk-tokens",
         "12",

@@ -227,7 +227,7 @@ def test_two_places_for_one_thing_are_one_too_many(settings: str, named: str) ->
 def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(tmp_path: Path) -> None:
     objects = rendered("keysFile.secretName=tenants", "keysFile.key=tenants.toml")
     server = container(objects)
-    (variable,) = [each for each in server["env"] if each["name"] == "RAGBLEND_KEYS"]
+    (variable,) = [each for each in server["env"] if each["name"] == "RAGBLEND_API_KEYS_FILE"]
     (mount,) = [each for each in server["volumeMounts"] if each["name"] == "keys"]
     volumes = the("StatefulSet", objects)["spec"]["template"]["spec"]["volumes"]
     (secret,) = [each["secret"] for each in volumes if each["name"] == "keys"]

@@ -27,7 +27,7 @@ def test_vllm_is_profiled_and_planned_with(
     assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
     assert "--backend vllm" in capsys.readouterr().err
     options = ("--vllm-options", json.dumps({"kv_cache_memory_bytes": 64 << 20}))
-    assert run_command("profile", "--chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
+    assert run_command("profile", "--num-chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     checkpoint = find_checkpoint("demo")
     assert found["hardware"] == serving_facts(None)

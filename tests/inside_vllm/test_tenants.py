@@ -1,4 +1,4 @@
-"""`ragblend serve --keys` for real: every route asks for a key, and a key sees its own namespace's chunks alone."""
+"""`ragblend serve --api-keys-file` for real: every route needs a key, and a key sees its namespace's chunks alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
     keys.chmod(0o600)
     (home / "told_routes.py").write_text(ROUTES)
-    options = ("--keys", str(keys), "--max-model-len", "1024", "--block-size", "32", "--enable-scale-out")
+    options = ("--api-keys-file", str(keys), "--max-model-len", "1024", "--block-size", "32", "--enable-scale-out")
     options += ("--middleware", "told_routes.Told")
     path = os.pathsep.join([str(home), str(Path(__file__).parents[2])])
     with (

@@ -109,7 +109,7 @@ def test_auto_is_the_rule_that_asks_first(engine: TransformersEngine, prompts: S
 
 
 def test_bench_quality_judges_this_model_on_real_questions() -> None:
-    words = ["bench", "quality", "--model", str(MODEL), "--data", "nq", "--part", "selection", "--questions", "3"]
+    words = ["bench", "quality", "--model", str(MODEL), "--data", "nq", "--split", "selection", "--questions", "3"]
     words += [
         "--chunk-tokens",
         "100",

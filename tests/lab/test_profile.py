@@ -164,7 +164,7 @@ def test_the_page_cache_of_files_can_be_dropped(tmp_path: Path) -> None:
 
 def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--store", str(tmp_path / "kv"), "--json")
-    sizes = ("--chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
+    sizes = ("--num-chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
     assert run_command("plan", "--storage", "ssd:2:0.1", *place) == 3
     assert "ragblend profile --model demo" in capsys.readouterr().err
     assert run_command("profile", *sizes, "--repeats", "1", *place) == 0

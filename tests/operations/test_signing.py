@@ -107,7 +107,7 @@ def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run: Any, tm
     own.write_text(f'store_key_file = "{tmp_path}/k.key"\n')
     assert find_key() == made
     monkeypatch.setenv("RAGBLEND_STORE_KEY_FILE", str(tmp_path / "gone.key"))
-    with pytest.raises(NotFoundError, match="init-key --out"):  # never "no key"
+    with pytest.raises(NotFoundError, match="init-key --key-file"):  # never "no key"
         find_key()
 
 
@@ -138,7 +138,7 @@ def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: An
     (Path("s") / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
     run("init-key")
     assert find_key() != old
-    code, out, _ = run("sign", "--store", "s", "--signed-with", "old.key", "--json")
+    code, out, _ = run("sign", "--store", "s", "--old-key-file", "old.key", "--json")
     report = json.loads(out)
     assert (code, report["num_signed"], list(report["refused_keys"])) == (4, len(keys) - 1, keys[:1])
 

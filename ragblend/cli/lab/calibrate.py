@@ -36,7 +36,7 @@ def calibrate(
         Path | None, typer.Option("--questions", help="One question per line; without it they are made of the chunks.")
     ] = None,
     num_questions: Annotated[int, typer.Option("--num-questions", help="Questions to fit on.")] = 60,
-    held_out: Annotated[int, typer.Option("--held-out", help="Others to check the prediction with.")] = 0,
+    held_out: Annotated[int, typer.Option("--num-held-out", help="Others to check the prediction with.")] = 0,
     target: Annotated[
         float, typer.Option("--target", help="Share of first tokens to be full prefill's, with 95 % confidence.")
     ] = 0.9,

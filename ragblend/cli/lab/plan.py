@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 @with_settings("model store remote backend dtype device trust_remote_code")
 def profile(
     settings: Settings,
-    chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the longest prompt that is timed.")] = 6,
+    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of the longest prompt that is timed.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Each time is the median of so many.")] = 3,
     vllm_options: VllmOptions = None,
@@ -74,7 +74,7 @@ def plan(
             "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 takes the speed measured."
         ),
     ],
-    chunks: Annotated[int, typer.Option("--chunks", help="Chunks per prompt.")] = 6,
+    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens")] = 512,
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="The least ratio that answers well; without it the rule's.")

@@ -150,7 +150,7 @@ RULES: dict[str, SelectionRule] = {
 # DEFAULT_RATIO, which it needs there (data/results/quality-demo-selection.json).
 DEFAULT_RULE = "ask"
 # Where running the question ahead does not pay (`is_probe_worthwhile`): of the rules that ask nothing the closest
-# there, on questions that are not reported (`--part selection`, data/results/closeness-selection.json).
+# there, on questions that are not reported (`--split selection`, data/results/closeness-selection.json).
 NO_PROBE_RULE = "cacheblend"
 
 

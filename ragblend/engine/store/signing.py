@@ -139,7 +139,7 @@ def read_key(path: Path) -> StoreKey:
             facts = os.fstat(stream.fileno())
             text = stream.read(4096)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no store key at {path}; make one: ragblend init-key --out {path}") from None
+        raise NotFoundError(f"there is no store key at {path}; make one: ragblend init-key --key-file {path}") from None
     except OSError as error:
         raise UsageError(f"the store key {path} cannot be read: {error.strerror or error}") from error
     if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
@@ -147,7 +147,7 @@ def read_key(path: Path) -> StoreKey:
     try:
         return StoreKey.parse(text.decode(), f"the store key {path}")
     except UnicodeDecodeError:
-        raise UsageError(f"the store key {path} is no text; make one: ragblend init-key --out {path}") from None
+        raise UsageError(f"the store key {path} is no text; make one: ragblend init-key --key-file {path}") from None
 
 
 def write_key(path: Path) -> StoreKey:

@@ -9,10 +9,10 @@
     GET  /ragblend/ready       see `readiness`
 
 Loaded through vLLM's own `--middleware`, which puts it before everything else, vLLM's check of its API key included.
-The routes are added to vLLM's application, so that its key guards them; with `--keys` each request is let in here
-(`AuthGate`), and once more where it reaches the engine. Where a store is, is not told.
-vLLM sends a completion's `kv_transfer_params` only when it does not stream, and never when a stop string ended it; for
-requests that carry ours, a stream here ends with one more event that has them.
+The routes are added to vLLM's application, so that its key guards them; with `--api-keys-file` each request is let in
+here (`AuthGate`), and once more where it reaches the engine. Where a store is, is not told. vLLM sends a completion's
+`kv_transfer_params` only when it does not stream, and never when a stop string ended it; for requests that carry ours,
+a stream here ends with one more event that has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may ask a vLLM server for what: API keys, each bound to a namespace and to rights (`ragblend serve --keys FILE`).
+"""Who may ask a vLLM server for what: API keys, each bound to a namespace and to rights.
 
     open = ["/health"]                 # answered without a key; by default nothing is
 
@@ -157,7 +157,7 @@ def read_keys(path: str | Path) -> ApiKeys:
             facts = os.fstat(stream.fileno())
             data = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no keys file at {path}; ragblend serve --keys FILE needs one") from None
+        raise NotFoundError(f"there is no keys file at {path}; ragblend serve --api-keys-file FILE needs one") from None
     except OSError as error:
         raise UsageError(f"the keys file {path} cannot be read: {error.strerror or error}") from error
     if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):

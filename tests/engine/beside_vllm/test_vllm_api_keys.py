@@ -67,7 +67,7 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="chmod 600"):
             read_keys(keys_file(tmp_path, text, mode))
     assert read_keys(keys_file(tmp_path, text, 0o640))  # a group that may read it, as mounted secrets have
-    with pytest.raises(NotFoundError, match="--keys FILE"):
+    with pytest.raises(NotFoundError, match="--api-keys-file FILE"):
         read_keys(tmp_path / "none")
 
 

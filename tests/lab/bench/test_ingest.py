@@ -72,7 +72,7 @@ def test_prefill_alone_leaves_nothing_in_the_store_and_chunks_that_were_there_ar
 def test_the_command_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = ["--chunks", "4", "--chunk-tokens", "24", "--repeats", "2", "--known", "0"]
+    sizes = ["--num-chunks", "4", "--chunk-tokens", "24", "--repeats", "2", "--num-known-chunks", "0"]
     monkeypatch.setattr(sys, "argv", ["ragblend", "bench", "ingest", "--shape", "tiny", *sizes, "--json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

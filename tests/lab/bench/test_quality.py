@@ -336,8 +336,8 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
     ran = CliRunner().invoke(
         app,
-        ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--part", "all", "--chunks", "3", "--chunk-tokens",
-         "20", "--rules", "random", "--ratio", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
+        ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--split", "all", "--num-chunks", "3",
+         "--chunk-tokens", "20", "--rules", "random", "--ratio", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
          str(tmp_path / "p.png"), "--json"],
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output

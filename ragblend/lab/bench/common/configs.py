@@ -23,7 +23,7 @@ BACKENDS = ("transformers", "vllm")
 TIERS = ("memory", "disk")
 PREFIX_TOKENS = 16  # a short system text; synthetic chunks are precomputed behind it
 
-Chunks = Annotated[int, Option("--chunks", min=1, help="Per prompt.")]
+Chunks = Annotated[int, Option("--num-chunks", min=1, help="Per prompt.")]
 ChunkTokens = Annotated[int, Option("--chunk-tokens", min=1)]
 QuestionTokens = Annotated[int, Option("--question-tokens", min=1)]
 Ratio = Annotated[float, Option("--ratio", help="Share of chunk tokens that blend recomputes.")]
@@ -189,7 +189,7 @@ class ThroughputConfig(PromptConfig):
     model: Model = None
     num_chunks: Chunks = 4
     chunk_tokens: ChunkTokens = 128
-    pool: Annotated[int, Option("--pool", help="Stored chunks that prompts draw from.")] = 24
+    pool: Annotated[int, Option("--num-stored-chunks", help="Stored chunks that prompts draw from.")] = 24
     output_tokens: Annotated[int, Option("--output-tokens", min=1, help="Length of each answer.")] = 8
     num_requests: Annotated[int, Option("--requests", min=1, help="Per rate and mode.")] = 16
     rates: Annotated[
@@ -197,7 +197,7 @@ class ThroughputConfig(PromptConfig):
         Option("--rates", help="Requests per second, comma-separated; chosen from full prefill's."),
     ] = None
     bound_s: Annotated[
-        float | None, Option("--bound", help="Mean TTFT to keep, seconds; twice an idle full prefill's.")
+        float | None, Option("--max-mean-ttft-s", help="Mean TTFT to keep, seconds; twice an idle full prefill's.")
     ] = None
     modes: Modes = ("full", "prefix", "blend")
     rules: Rules = ("cacheblend",)
@@ -207,7 +207,9 @@ class ThroughputConfig(PromptConfig):
         """A pool to draw from, rates and a bound that can be met."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
-            raise UsageError(f"prompts of {self.num_chunks} chunks cannot be drawn from {self.pool}: raise --pool")
+            raise UsageError(
+                f"prompts of {self.num_chunks} chunks cannot be drawn from {self.pool}: raise --num-stored-chunks"
+            )
         if self.rates is not None and (not self.rates or min(self.rates) <= 0):
             raise UsageError("rates must be above 0 requests per second; leave them out to have them chosen")
         if self.bound_s is not None and self.bound_s <= 0:
@@ -241,13 +243,13 @@ class IngestConfig(BenchConfig):
     they are, in none; and `num_known` known ones."""
 
     shape: Shape = DEFAULT_SHAPE
-    num_chunks: Annotated[int, Option("--chunks", min=1)] = 8
+    num_chunks: Annotated[int, Option("--num-chunks", min=1)] = 8
     chunk_tokens: ChunkTokens = 512
     repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of both, alternating.")] = 3
     contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Comma-separated: none, similar.")] = (
         "none",
     )
-    num_known: Annotated[int, Option("--known", min=0, help="Known chunks of the second part; 0 for none.")] = 10_000
+    num_known: Annotated[int, Option("--num-known-chunks", min=0, help="Of the second part; 0 for none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
@@ -267,7 +269,7 @@ class QualityConfig(BenchConfig):
         str,
         Option("--data", help="FILE.json[l] of questions, or musique, nq; demo: the sample corpus."),
     ] = "demo"
-    part: Annotated[str, Option("--part", help="reported; selection, to choose by; all.")] = "reported"
+    part: Annotated[str, Option("--split", help="reported; selection, to choose by; all.")] = "reported"
     num_questions: Annotated[int, Option("--questions", min=1, help="At most.")] = 40
     num_chunks: Chunks = 6
     chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="At most.")] = 256
