@@ -336,10 +336,30 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
     ran = CliRunner().invoke(
         app,
-        ["bench", "quality", "--data", str(tmp_path / "mine.jsonl"), "--split", "all", "--num-chunks", "3",
-         "--chunk-tokens", "20", "--rules", "random", "--ratio", "0.1", "--modes", "reuse,blend", "--embedder", "hashing", "--plot",
-         str(tmp_path / "p.png"), "--json"],
-    )  # fmt: skip
+        [
+            "bench",
+            "quality",
+            "--data",
+            str(tmp_path / "mine.jsonl"),
+            "--split",
+            "all",
+            "--num-chunks",
+            "3",
+            "--chunk-tokens",
+            "20",
+            "--rules",
+            "random",
+            "--ratio",
+            "0.1",
+            "--modes",
+            "reuse,blend",
+            "--embedder",
+            "hashing",
+            "--plot",
+            str(tmp_path / "p.png"),
+            "--json",
+        ],
+    )
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])
     assert str(tmp_path) not in json.dumps(facts)
