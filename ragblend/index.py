@@ -31,8 +31,7 @@ from ragblend.corpus.embedders import (
     load_embedder,
 )
 from ragblend.corpus.schema import SCHEMA_VERSION, ChunkRow, text_hash
-from ragblend.corpus.vectors.base import compute_cosines, normalize_rows
-from ragblend.corpus.vectors.faiss_file import FAISS, Choice, FaissVectors, choose
+from ragblend.corpus.vectors import FaissVectors, normalize_rows
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import (
     CorruptError,
@@ -77,7 +76,6 @@ class Manifest:
     num_chunks: int
     vectors_sha256: str
     splitter: str = ""  # somebody else's, that cut instead
-    vectors: str = ""  # the kind of FAISS index, if not a flat one
 
     @property
     def chunker(self) -> str:
@@ -93,19 +91,17 @@ def open_index(
     tokenizer: str = "",
     tokenizer_fingerprint: str = "",
     chunk_size: int = 0,
-    vectors: str | None = None,
 ) -> ChunkIndex:
     """The index in folder `path`; with `create` an empty one where there is none.
 
     `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
-    `default_embedder()`. `vectors` is the kind of FAISS index that searches (`faiss_file.FORMS`): an index of another
-    kind becomes one; None leaves it, a flat one in a new index. The other arguments are recorded at creation only.
-    Raises NotFoundError, StoreMismatchError (another embedder, another schema), or CorruptError.
+    `default_embedder()`. The other arguments are recorded at creation only. Raises NotFoundError, StoreMismatchError
+    (another embedder, another schema), or CorruptError.
     """
     folder = Path(path)
     begun = create and not (folder / MANIFEST).exists()  # the manifest is the last thing that creation writes
     if (folder / DATABASE).exists() and not (begun and is_blank(folder)):
-        return ChunkIndex(folder, embedder, vectors=vectors)
+        return ChunkIndex(folder, embedder)
     if (folder / MANIFEST).exists():
         raise CorruptError(f"{folder / DATABASE} is missing. {make_reingest_hint(folder)}")
     if not create:
@@ -114,16 +110,8 @@ def open_index(
     facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
     facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
     facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint}
-    if vectors is not None and (kind := choose(vectors)).remembered != FAISS:
-        FaissVectors(chosen.dim, kind)  # raises now what would be raised once an index remembers that kind
-        facts |= {"vectors": kind.remembered}
     create_database(folder, facts)
-    return ChunkIndex(folder, chosen, is_new=True, vectors=vectors)
-
-
-def _kind(known: str) -> str:
-    """The kind of FAISS index that an index names; "" for a database, which older versions could have instead."""
-    return known if known == FAISS or known.startswith(f"{FAISS}:") else ""
+    return ChunkIndex(folder, chosen, is_new=True)
 
 
 def _embedder_id(embedder: str) -> str:
@@ -139,14 +127,7 @@ class ChunkIndex(ChunkDatabase):
     Any method raises CorruptError when stored bytes are not what was written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        embedder: Embedder | str | None = None,
-        *,
-        is_new: bool = False,
-        vectors: str | None = None,
-    ) -> None:
+    def __init__(self, path: Path, embedder: Embedder | str | None = None, *, is_new: bool = False) -> None:
         super().__init__(path)
         self._embedder_lock = threading.RLock()  # an embedder is not promised to be thread-safe
         self._embedder = None if isinstance(embedder, str) else embedder
@@ -157,8 +138,7 @@ class ChunkIndex(ChunkDatabase):
             self._made_by = self.manifest
             if embedder is not None:
                 self._check_embedder(embedder)
-            self._choice = self._chosen(vectors)
-            self._vectors = FaissVectors(self._made_by.dim, self._choice)
+            self._vectors = FaissVectors(self._made_by.dim)
             if is_new:
                 self.save()
             else:
@@ -185,7 +165,6 @@ class ChunkIndex(ChunkDatabase):
                 num_chunks=self.num_chunks,
                 vectors_sha256=self._vectors_sha256,
                 splitter=facts.get("splitter", ""),
-                vectors=_kind(facts.get("vectors", "")),
             )
 
     @property
@@ -284,7 +263,7 @@ class ChunkIndex(ChunkDatabase):
     def rebuild(self) -> None:
         """Make the search structure anew from the database, and save it. Embeds nothing."""
         with self._lock:
-            self._vectors = FaissVectors(self._made_by.dim, self._choice)
+            self._vectors = FaissVectors(self._made_by.dim)
             self.save()
 
     def find_problems(self) -> list[str]:
@@ -335,7 +314,7 @@ class ChunkIndex(ChunkDatabase):
             )
         vector = self._query_vector(query)  # [1, dim]
         with self._search_snapshot():
-            score_of = self._nearest(vector, k)
+            score_of = self._vectors.nearest(vector, k)
             found = self.rows(list(score_of))
             found.sort(key=lambda row: (-score_of[row.id], row.id))  # as `nearest` takes them: 3 begin with the best 1
             placed = self._with_neighbours(found, score_of, neighbours)
@@ -355,7 +334,7 @@ class ChunkIndex(ChunkDatabase):
         with self._search_snapshot():
             done = 0
             while True:
-                score_of = self._nearest(vector.reshape(1, -1), asked)
+                score_of = self._vectors.nearest(vector.reshape(1, -1), asked)
                 ids = list(score_of)
                 rows = {row.id: row for row in self.rows(ids[done:])}
                 for row in (rows[row_id] for row_id in ids[done:]):
@@ -409,28 +388,12 @@ class ChunkIndex(ChunkDatabase):
         generation: int = -1  # that the manifest names; -1 where it cannot be read
         damage: str = ""
 
-    def _chosen(self, asked: str | None) -> Choice:
-        """The kind of FAISS index: the one that there is, or the one that it is to become, which is remembered."""
-        known, wanted = (
-            _kind(self.read_metadata().get("vectors", "")) or FAISS,
-            choose(asked) if asked is not None else None,
-        )
-        if wanted is None:
-            return choose(known)
-        if wanted.remembered != known:
-            FaissVectors(self._made_by.dim, wanted)  # raises what opening it again would
-            self.write_metadata(vectors=wanted.remembered)
-        return wanted
-
     @contextmanager
     def _search_snapshot(self) -> Iterator[None]:
         """One state of the database, and vectors that are as new."""
         with self.read_transaction():
             self._sync_vectors()
             yield
-
-    def _nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
-        return self._vectors.nearest(vector, k, lambda ids: compute_cosines(self.find_rows(ids), vector))
 
     def _open_vectors(self) -> None:
         stored = self._read_vectors()
@@ -455,15 +418,8 @@ class ChunkIndex(ChunkDatabase):
         try:
             manifest = decode_signed_json(read_file(self.path / MANIFEST), MANIFEST)
             sha256, generation = str(manifest["vectors_sha256"]), int(manifest["generation"])
-            known = str(manifest.get("vectors") or FAISS)
-            if not _kind(known):
-                return self._LoadedVectors(None, generation, self._was_in_a_database(known))
-            if known != self._choice.remembered:
-                return self._LoadedVectors(
-                    None, generation, f"{self._choice.remembered} is new, vectors were in {known}"
-                )
-            if known != FAISS:
-                return self._read_mapped(sha256, generation)
+            if (former := str(manifest.get("vectors") or "faiss")) != "faiss":
+                return self._LoadedVectors(None, generation, self._explain_former_vectors(former))
             data = read_file(self.path / VECTORS_FILE, limit=_VECTORS_BYTES)
         except FileNotFoundError as error:
             return self._LoadedVectors(None, damage=f"{error.filename} is missing")
@@ -479,24 +435,17 @@ class ChunkIndex(ChunkDatabase):
         self._vectors_sha256 = sha256
         return self._LoadedVectors(vectors, generation)
 
-    def _was_in_a_database(self, known: str) -> str:
-        """What to say of an index whose vectors an older version kept in Qdrant or PostgreSQL."""
+    def _explain_former_vectors(self, former: str) -> str:
+        """What to say of an index that an older version searched by another kind of FAISS index, or by a database."""
+        is_faiss = former.startswith("faiss:")
+        said = f"the vectors of {self.path} were searched in {former if is_faiss else redact(former)}"
+        if is_faiss:
+            return f"{said}, and are in a flat {VECTORS_FILE} now"
         number = self.read_metadata().get("vectors_number")
         return (
-            f"the vectors of {self.path} were searched in {redact(known)}, under {number}, and are in {VECTORS_FILE} "
-            "now; delete there what is left. To search a database of your own, wrap its LangChain store in "
-            "ragblend.vectorstores.PrecomputingVectorStore (docs/indexes.md)"
+            f"{said}, under {number}, and are in {VECTORS_FILE} now; delete there what is left. To search a database "
+            "of your own, wrap its LangChain store in ragblend.vectorstores.PrecomputingVectorStore (docs/indexes.md)"
         )
-
-    def _read_mapped(self, sha256: str, generation: int) -> _LoadedVectors:
-        path, dim = self.path / VECTORS_FILE, self._made_by.dim
-        vectors = FaissVectors.from_file(path, sha256, dim, self._choice, generation)
-        if vectors is None:
-            return self._LoadedVectors(None, generation, f"{path} does not match its checksum")
-        if vectors.dim != dim:
-            return self._LoadedVectors(None, generation, f"{path} belongs to another index")
-        self._vectors_sha256 = sha256
-        return self._LoadedVectors(vectors, generation)
 
     def _sync_vectors(self, *, force: bool = False) -> None:
         """Bring the vectors to the state of the database that the current transaction sees."""

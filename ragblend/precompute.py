@@ -101,7 +101,6 @@ def ingest(
     max_file_mib: float = MAX_FILE_MIB,
     embedder: str | None = None,
     workers: Workers | None = None,
-    vectors: str | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> IngestReport:
@@ -138,7 +137,7 @@ def ingest(
     with (
         nullcontext(index)
         if isinstance(index, ChunkIndex)
-        else open_engine_index(index, engine, embedder, chunk_size, vectors=vectors) as opened
+        else open_engine_index(index, engine, embedder, chunk_size) as opened
     ):
         cut = _resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
         followed = sync_index(
@@ -445,18 +444,15 @@ def open_engine_index(
     chunk_size: int | None = None,
     *,
     create: bool = True,
-    vectors: str | None = None,
 ) -> ChunkIndex:
     """The index at `path`, made for `engine`'s tokenizer; refuses one whose chunks were cut for another model.
 
-    `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused. `vectors`:
-    the kind of FAISS index that searches from now on, see `open_index`.
+    `embedder` and `chunk_size` are for an index that is new; another embedder than the index's is refused.
     """
     index = open_index(
         path,
         embedder,
         create=create,
-        vectors=vectors,
         tokenizer=engine.name,
         tokenizer_fingerprint=engine.segmenter.fingerprint,
         chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,

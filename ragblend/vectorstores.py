@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ragblend.corpus.embedders import Embedder, FloatArray, default_embedder, embed_question, load_embedder
-from ragblend.corpus.vectors.base import normalize_rows
+from ragblend.corpus.vectors import normalize_rows
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import delete_documents_kv, precompute_and_register
 from ragblend.index import ChunkIndex, open_index

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from pages import blocks
 
 from ragblend.config import USER_FILE, Settings, load_settings, user_folder
 from ragblend.errors import UsageError
@@ -36,6 +37,12 @@ def write_own(text: str) -> None:
 
 def test_without_any_source_the_defaults_hold(tmp_path: Path):
     assert load_settings(directory=tmp_path) == Settings()
+
+
+def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path: Path, caplog):
+    (example,) = (block.text for block in blocks("toml") if block.page == "docs/cli.md")
+    assert load_settings(directory=write(tmp_path, example)) == Settings(model="Qwen/Qwen3-8B")
+    assert not caplog.records, "nothing of it is ignored"
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

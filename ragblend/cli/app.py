@@ -67,27 +67,6 @@ def _mark(check: DiagnosticResult) -> str:
     return "ok " if check.ok else "-  " if check.optional else "NO "
 
 
-def init(
-    model: Annotated[str | None, typer.Option("--model", help="Set this model; the others stay as they are.")] = None,
-    user: Annotated[bool, typer.Option("--user", help="Your own file, for every folder.")] = False,
-    json_: JsonOption = False,
-) -> None:
-    """Write a settings file to begin with, ragblend.toml: every setting with what it does, commented out."""
-    from ragblend.config import CONFIG_FILE, USER_FILE, user_folder
-    from ragblend.errors import UsageError
-    from ragblend.operations.settings_file import settings_text
-
-    path = user_folder() / USER_FILE if user else Path(CONFIG_FILE).absolute()
-    if user:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(settings_text({"model": model} if model is not None else {}, of_user=user))
-    except FileExistsError as error:
-        raise UsageError(f"{path} is there already; edit it, or move it away and run this again") from error
-    print_result({"path": str(path)}, f"{path} holds every setting, commented out; flags and RAGBLEND_* win", json_)
-
-
 @with_settings("store remote rule ratio system context dtype kv_dtype trust_remote_code")
 def serve(
     settings: Settings,
@@ -148,7 +127,7 @@ def demo(
         print_json(facts)
 
 
-for _command in (init, ingest, precompute, remove, ask, chat, search, doctor):
+for _command in (ingest, precompute, remove, ask, chat, search, doctor):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for _command in (demo, ui, explain, push, pin, unpin, stats, verify, gc, init_key, sign):

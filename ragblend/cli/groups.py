@@ -12,7 +12,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "Begin": {
         "demo": ("demo", 'demo --question "What does Zenco sell?"'),
         "ui": ("ui --demo", "ui --model Qwen/Qwen3-8B   # for your own documents"),
-        "init": ("init --model Qwen/Qwen3-8B", "init --user"),
         "doctor": ("doctor", "doctor --backend vllm --model Qwen/Qwen3-8B --store kv/"),
     },
     "Ingest": {

@@ -83,14 +83,12 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     with open_index(settings.index) as opened:
         manifest, sources = opened.manifest, opened.sources()
         num_documents, num_chunks = opened.num_documents, opened.num_chunks
-    vectors = manifest.vectors or "faiss"
     facts: dict[str, Any] = {
         "index": settings.index,
         "store": settings.store,
         "num_documents": num_documents,
         "num_chunks": num_chunks,
         "embedder": manifest.embedder,
-        "vectors": vectors,
         "tokenizer": manifest.tokenizer,
         "chunk_size": manifest.chunk_size,
         "chunker": manifest.chunker,
@@ -110,8 +108,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
     lines = [
         f"index {settings.index}: {num_documents} documents, {num_chunks} chunks of at most {manifest.chunker} of "
-        f"{manifest.tokenizer}, embedded by {manifest.embedder}"
-        + (f", vectors in {vectors}" if vectors != "faiss" else ""),
+        f"{manifest.tokenizer}, embedded by {manifest.embedder}",
         f"store {settings.store}: KV of {len(entries)} chunks, {num_tokens} tokens, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),

@@ -104,10 +104,6 @@ class ChunkDatabase(CheckedDatabase):
         query = "SELECT id FROM chunks WHERE generation > ? ORDER BY document, ordinal"
         return np.array([row_id for (row_id,) in self._rows(query, (newer_than,))], np.int64)
 
-    def find_rows(self, ids: Sequence[int]) -> list[ChunkRow]:
-        """Those of the rows with these ids that are here, in no order."""
-        return self._rows_with("id", ids)
-
     def rows(self, ids: Sequence[int]) -> list[ChunkRow]:
         """The rows with these ids, in no order. Raises CorruptError when one is not here."""
         found = self._rows_with("id", ids)

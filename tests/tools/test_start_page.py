@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from matplotlib import pyplot
-from pages import ROOT, command_lines, run_python
+from pages import ROOT, blocks, command_lines, run_python
 from typer.testing import CliRunner
 
 from ragblend.cli.app import app
@@ -48,6 +48,8 @@ def test_the_page_leads_to_an_answer_over_a_pdf(model: str, tmp_path: Path, monk
     figure.text(0.1, 0.8, "The lease of the Turin office was signed by Ada Ferro on 3 May 2024.")
     figure.savefig("handbook.pdf")
     pyplot.close(figure)
+    (settings,) = (block.text for block in blocks("toml") if block.page == PAGE)
+    Path("ragblend.toml").write_text(settings.replace(NAMED, model))
     said: dict[str, str] = {}
     for place, (program, *words) in command_lines():
         if not place.startswith(f"{PAGE}:") or program in LEFT_OUT or words[0] in LEFT_OUT:

@@ -1,1 +1,0 @@
-"""Search over an index's vectors, by FAISS."""
