@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +14,9 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
+    from ragblend.corpus.chunk_registry import ChunkRegistry
     from ragblend.engine.tuning.loading_controller import MachineProfile
-    from ragblend.lab.traffic.analysis import Analysis, AnalysisConfig
-    from ragblend.lab.traffic.requests import ChunkMarkers
+    from ragblend.lab.traffic.analysis import AnalysisConfig
     from ragblend.lab.traffic.tokens import Tokens
 
 TIER = "disk"
@@ -68,19 +68,14 @@ def analyze(
     measured = _profile_of(profile, named, settings)
     config = _config(settings, named, kv_bytes_per_token, separator, rule, ratio, measured)
     with progress_bars() as progress:
-        found = run(trace, tokens, replace(config, show_texts=show_texts), progress)
-    facts = {
-        **found.as_dict(),
-        "ratio": config.blend.ratio,
-        "verdict": verdict(found.saving, found.shares, found.num_requests),
-        "hint": hint(found.first_use_share),
-    }
+        facts = run(trace, tokens, config._replace(show_texts=show_texts), progress)
+    facts |= {"ratio": config.blend.ratio, "verdict": verdict(facts), "hint": hint(facts["first_use_share"])}
     if plot is not None:
         from ragblend.lab.traffic.plot import plot_analysis
 
         plot_analysis(facts, plot)
         err.print(f"plot in {plot}")
-    print_result(facts, "\n".join([*lines_of(found), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
+    print_result(facts, "\n".join([*lines_of(facts), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
 
 
 def _tokens_of(named: str | None, settings: Settings, show_texts: bool) -> Tokens:
@@ -118,51 +113,52 @@ def _config(
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.traffic.analysis import AnalysisConfig
     from ragblend.lab.traffic.cost_model import BlendSettings
-    from ragblend.lab.traffic.models import kv_bytes_of
+    from ragblend.lab.traffic.models import kv_bytes_per_token as of_model
 
-    markers = _markers_of(separator, settings)
+    registry = _registry_of(separator, settings)
     if kv_bytes is None:
-        kv_bytes = measured.bytes_per_token if measured else kv_bytes_of(named, settings) if named else None
+        kv_bytes = measured.bytes_per_token if measured else of_model(named, settings) if named else None
     known = find_rule(rule) if measured is None else find_rule(rule, measured.num_layers)
     least = known.ratio if ratio is None else ratio
     if least > 1:
         raise UsageError(f"ratio is {least}; choose 0 to 1")
     speed = measured.bytes_per_s.get(TIER) if measured else None
-    return AnalysisConfig(markers, BlendSettings(least, known.probes_before_selection, speed), measured, kv_bytes)
+    blend = BlendSettings(least, known.probes_before_selection, speed)
+    return AnalysisConfig(separator, registry, blend, measured, kv_bytes)
 
 
-def _markers_of(separator: str | None, settings: Settings) -> ChunkMarkers:
-    """What marks chunks in plain texts: the separator, and the texts that the store has ingested."""
+def _registry_of(separator: str | None, settings: Settings) -> ChunkRegistry | None:
+    """The texts that the store has ingested; the separator is checked."""
     from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
     from ragblend.frameworks.boundaries import check_separator
-    from ragblend.lab.traffic.requests import ChunkMarkers
 
     if separator is not None:
         check_separator(separator)
     texts = Path(settings.store) / REGISTRY_FILE
-    return ChunkMarkers(separator, ChunkRegistry(texts) if texts.is_file() else None)
+    return ChunkRegistry(texts) if texts.is_file() else None
 
 
 # -- printing
 
 
-def lines_of(found: Analysis) -> list[str]:
+def lines_of(found: Mapping[str, Any]) -> list[str]:
     """What was found, for people."""
     from ragblend.cli.printing import count_of, join_names
 
-    by = "estimated from the characters; --model counts them" if found.tokens_are_estimated else f"by {found.tokens_by}"
+    estimated = found["tokens_are_estimated"]
+    by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
     lines = [
-        f"{found.num_requests} requests of {count_of(found.traces, 'file')}, {found.num_tokens} prompt tokens ({by}), "
-        f"in order of {found.order}",
+        f"{found['num_requests']} requests of {count_of(found['traces'], 'file')}, {found['num_tokens']} prompt tokens "
+        f"({by}), in order of {found['order']}",
     ]
-    if found.num_broken:
-        lines.append(f"{found.num_broken} broken: {join_names(found.broken)}")
-    if found.num_other:
-        lines.append(f"{found.num_other} logged values are no requests with text")
-    if found.num_media:
-        lines.append(f"{found.num_media} images, files or sounds, whose tokens are not counted")
-    shares = found.shares
-    marked = f"; {found.marked_share:.0%} of the tokens are in marked chunks" if found.marked_share else ""
+    if found["num_broken"]:
+        lines.append(f"{found['num_broken']} broken: {join_names(found['broken'])}")
+    if found["num_other"]:
+        lines.append(f"{found['num_other']} logged values are no requests with text")
+    if found["num_media"]:
+        lines.append(f"{found['num_media']} images, files or sounds, whose tokens are not counted")
+    shares = found["shares"]
+    marked = f"; {found['marked_share']:.0%} of the tokens are in marked chunks" if found["marked_share"] else ""
     lines += [
         "",
         f"{shares['prefix']:>6.1%} repeat as a prefix: prefix caching reuses them",
@@ -175,37 +171,39 @@ def lines_of(found: Analysis) -> list[str]:
     return lines
 
 
-def _chunk_lines(found: Analysis) -> list[str]:
-    if not found.chunks:
+def _chunk_lines(found: Mapping[str, Any]) -> list[str]:
+    if not found["chunks"]:
         return []
     zipf = ""
-    if found.zipf is not None:
-        zipf = f"; Zipf slope {found.zipf['slope']:.2f} (R2 {found.zipf['r_squared']:.2f})"
-    lines = ["", f"{found.num_chunks} chunks come again{zipf}", f"  {'chunk':<18}{'tokens':>7}{'requests':>10}"]
-    for each in found.chunks:
-        text = "" if each.text is None else f"  {' '.join(each.text.split())}"
-        lines.append(f"  {each.hash:<18}{each.tokens:>7}{each.requests:>10}{text}")
+    if found["zipf"] is not None:
+        zipf = f"; Zipf slope {found['zipf']['slope']:.2f} (R2 {found['zipf']['r_squared']:.2f})"
+    lines = ["", f"{found['num_chunks']} chunks come again{zipf}", f"  {'chunk':<18}{'tokens':>7}{'requests':>10}"]
+    for each in found["chunks"]:
+        text = "" if "text" not in each else f"  {' '.join(each['text'].split())}"
+        lines.append(f"  {each['hash']:<18}{each['tokens']:>7}{each['requests']:>10}{text}")
     return lines
 
 
-def _curve_lines(found: Analysis) -> list[str]:
-    if not found.curve:
+def _curve_lines(found: Mapping[str, Any]) -> list[str]:
+    if not found["curve"]:
         return []
     from ragblend.engine.store.tiered import format_bytes
 
     lines = ["", f"  {'store of':<12}{'LRU finds':>10}{'at most':>9}   of all prompt tokens"]
-    for point in found.curve:
-        size = f"{point.tokens} tok" if point.bytes is None else format_bytes(point.bytes)
-        lines.append(f"  {size:<12}{point.lru:>10.1%}{point.most:>9.1%}")
-    if found.curve_share < 1:
-        lines.append(f"  an estimate from chunks with {found.curve_share:.0%} of the repeated tokens, chosen by hash")
-    if found.kv_bytes_per_token is None:
+    for point in found["curve"]:
+        size = f"{point['tokens']} tok" if point["bytes"] is None else format_bytes(point["bytes"])
+        lines.append(f"  {size:<12}{point['lru']:>10.1%}{point['most']:>9.1%}")
+    if found["curve_share"] < 1:
+        lines.append(
+            f"  an estimate from chunks with {found['curve_share']:.0%} of the repeated tokens, chosen by hash"
+        )
+    if found["kv_bytes_per_token"] is None:
         lines.append("  in bytes: --model, or --kv-bytes-per-token")
     return lines
 
 
-def _saving_lines(found: Analysis) -> list[str]:
-    facts: dict[str, Any] = found.saving.as_dict()
+def _saving_lines(found: Mapping[str, Any]) -> list[str]:
+    facts = found["saving"]
     seconds = facts["unit"] == "seconds"
     name, unit = ("TTFT", " s") if seconds else ("tokens computed", "")
     lines = ["", f"  {'mean per request':<18}{name:>16}{'prompts in the same time':>26}"]

@@ -7,8 +7,7 @@ computes of that only what is not stored, and a share of what is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 
@@ -18,15 +17,11 @@ FEW = 100  # requests; below, the verdict says that they are few
 
 
 class BlendSettings(NamedTuple):
-    """The recompute ratio, whether the rule probes before it selects, and the store's bytes per second."""
+    """How blending is done. By default CacheBlend's own ratio, KV in memory."""
 
-    ratio: float
-    asks_first: bool = False
-    bytes_per_s: float | None = None
-
-
-BY_THE_PAPER = BlendSettings(0.15)
-"""CacheBlend's own ratio, KV in memory."""
+    ratio: float = 0.15
+    asks_first: bool = False  # the rule probes before it selects
+    bytes_per_s: float | None = None  # of the store
 
 
 class PromptTokenCounts(NamedTuple):
@@ -37,65 +32,36 @@ class PromptTokenCounts(NamedTuple):
     elsewhere: int
 
 
-@dataclass(slots=True)
-class Saving:
-    """Mean work per request by mode, "tokens" computed or "seconds" to the first token."""
-
-    unit: str
-    full: float = 0.0
-    prefix: float = 0.0
-    blend: float = 0.0
-    num_slower: int = 0  # requests whose KV loads slower than it computes: they are prefilled behind their prefix
-
-    @property
-    def prefix_saves(self) -> float:
-        """Share of full prefill that prefix caching saves."""
-        return 1 - self.prefix / self.full if self.full else 0.0
-
-    @property
-    def blend_saves(self) -> float:
-        """Share of full prefill that blending saves, prefix caching included."""
-        return 1 - self.blend / self.full if self.full else 0.0
-
-    @property
-    def beyond(self) -> float:
-        """Share of what prefix caching leaves that blending saves."""
-        return 1 - self.blend / self.prefix if self.prefix else 0.0
-
-    def as_dict(self) -> dict[str, float | str]:
-        """Plain JSON values. `throughput`: how many times as many prompts prefill in the same time as in full."""
-        return {
-            "unit": self.unit,
-            "full": self.full,
-            "prefix": self.prefix,
-            "blend": self.blend,
-            "prefix_saves": self.prefix_saves,
-            "blend_saves": self.blend_saves,
-            "blend_saves_beyond_prefix": self.beyond,
-            "prefix_throughput": self.full / self.prefix if self.prefix else 1.0,
-            "blend_throughput": self.full / self.blend if self.blend else 1.0,
-            "num_slower": self.num_slower,
-        }
-
-
 def mean_saving(
     prompts: Iterable[PromptTokenCounts], settings: BlendSettings, profile: MachineProfile | None
-) -> Saving:
-    """The mean work of prompts. In tokens each counts the same: that attention costs more in a long prompt is left out.
+) -> dict[str, Any]:
+    """The mean work of prompts by mode, as in the JSON: "tokens" computed, or "seconds" to the first token.
 
-    In seconds it is the time to first token on an idle machine, which is also the prefill work of a busy one.
+    In tokens each counts the same: that attention costs more in a long prompt is left out. Seconds are those of an idle
+    machine, which is also the prefill work of a busy one.
     """
-    found, count = Saving("tokens" if profile is None else "seconds"), 0
+    full = prefix = blend = 0.0
+    count = num_slower = 0
     for prompt in prompts:
-        full, prefix, blend = _tokens(prompt, settings) if profile is None else _seconds(prompt, settings, profile)
+        work = _tokens(prompt, settings) if profile is None else _seconds(prompt, settings, profile)
         count += 1
-        found.full += full
-        found.prefix += prefix
-        found.blend += min(blend, prefix)  # the engine prefills where that is faster
-        found.num_slower += blend > prefix
-    for name in ("full", "prefix", "blend"):
-        setattr(found, name, getattr(found, name) / max(1, count))
-    return found
+        full += work[0]
+        prefix += work[1]
+        blend += min(work[1:])  # the engine prefills where that is faster
+        num_slower += work[2] > work[1]
+    full, prefix, blend = (total / max(1, count) for total in (full, prefix, blend))
+    return {
+        "unit": "tokens" if profile is None else "seconds",
+        "full": full,
+        "prefix": prefix,
+        "blend": blend,
+        "prefix_saves": 1 - prefix / full if full else 0.0,  # share of full prefill
+        "blend_saves": 1 - blend / full if full else 0.0,  # prefix caching included
+        "blend_saves_beyond_prefix": 1 - blend / prefix if prefix else 0.0,  # share of what prefix caching leaves
+        "prefix_throughput": full / prefix if prefix else 1.0,  # times as many prompts in the same time
+        "blend_throughput": full / blend if blend else 1.0,
+        "num_slower": num_slower,  # requests whose KV loads slower than it computes
+    }
 
 
 def _tokens(prompt: PromptTokenCounts, settings: BlendSettings) -> tuple[float, float, float]:
@@ -112,23 +78,25 @@ def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: Machin
     return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.asks_first)
 
 
-def verdict(saving: Saving, shares: Mapping[str, float], num_requests: int) -> str:
-    """One line: does blending pay, and why not where it does not. `shares`: of the tokens, prefix, elsewhere, new."""
-    of = "of the prefill time" if saving.unit == "seconds" else "of the prefill work"
+def verdict(facts: Mapping[str, Any]) -> str:
+    """One line on an analysis: does blending pay, and why not where it does not."""
+    saving, num_requests = facts["saving"], facts["num_requests"]
+    beyond = saving["blend_saves_beyond_prefix"]
     line = (
-        f"blending would save {saving.blend_saves:.1%} {of}, prefix caching alone {saving.prefix_saves:.1%}; "
-        f"of what that leaves, {saving.beyond:.1%}"
+        f"blending would save {saving['blend_saves']:.1%} of the prefill "
+        f"{'time' if saving['unit'] == 'seconds' else 'work'}, prefix caching alone {saving['prefix_saves']:.1%}; "
+        f"of what that leaves, {beyond:.1%}"
     )
     few = f" (of {num_requests} requests only: log more)" if num_requests < FEW else ""
-    if saving.beyond >= WORTH:
+    if beyond >= WORTH:
         return f"{line}: worth it{few}"
-    judged = "hardly worth it" if saving.beyond >= MARGINAL else "not worth it"
-    return f"{line}: {judged}, because {_reason(saving, shares, num_requests)}{few}"
+    judged = "hardly worth it" if beyond >= MARGINAL else "not worth it"
+    return f"{line}: {judged}, because {_reason(facts['shares'], saving['num_slower'], num_requests)}{few}"
 
 
-def _reason(saving: Saving, shares: Mapping[str, float], num_requests: int) -> str:
-    if saving.num_slower > num_requests / 2:
-        return f"for {saving.num_slower} of {num_requests} requests the KV loads slower than it is computed"
+def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> str:
+    if num_slower > num_requests / 2:
+        return f"for {num_slower} of {num_requests} requests the KV loads slower than it is computed"
     behind = shares["elsewhere"] + shares["new"]
     if shares["prefix"] > 0.5 and behind < 0.35:
         return f"{shares['prefix']:.0%} of the tokens repeat at the front of a prompt, where prefix caching finds them"

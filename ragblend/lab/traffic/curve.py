@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from ragblend.lab.traffic.passages import Passages
 
 Numbers = NDArray[np.int64]
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 SNAP = 8
 """Passages that begin or end within so many tokens of each other begin or end at the same place."""
@@ -69,11 +72,24 @@ def uses_of(passages: Passages) -> Uses:
     return Uses(cuts[used], sizes[used], chunks[once], when[once])
 
 
+def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end, requests) of chunks; neighbours that the same requests need are one, unless one `begins` there."""
+    marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
+    np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
+    ends = uses.starts + uses.sizes
+    same = (uses.starts[1:] == ends[:-1]) & (marks[1:] == marks[:-1]) & (uses.counts[1:] == uses.counts[:-1])
+    goes_on = np.concatenate(([False], same & ~np.isin(uses.starts[1:], np.asarray(begins, np.int64))))
+    firsts = np.flatnonzero(~goes_on[: len(ends)])
+    lasts = np.append(firsts[1:], len(ends)) - 1 if len(firsts) else firsts
+    columns = (uses.starts[firsts], ends[lasts], uses.counts[firsts])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
 def sampled(uses: Uses, most: int = MOST_USES) -> tuple[Uses, float]:
     """`uses`, or those of some of the chunks, and the share of all tokens that these have."""
     if len(uses.chunks) <= most:
         return uses, 1.0
-    hashes = uses.starts.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
+    hashes = uses.starts.astype(np.uint64) * _MIX >> np.uint64(32)
     keep = hashes < np.uint64(int(most / len(uses.chunks) * 2**32))
     kept = keep[uses.chunks]
     names = np.cumsum(keep) - 1
@@ -130,15 +146,6 @@ def most_hits(uses: Uses, capacity: float) -> int:
             if not held[last]:
                 heapq.heappop(farthest)
     return hits
-
-
-def capacities_of(total: float, num_points: int = 8) -> list[float]:
-    """Sizes of stores to look at: all that repeats, half of it, a quarter, ...
-
-    >>> capacities_of(1024, num_points=3)
-    [256.0, 512.0, 1024.0]
-    """
-    return [total / 2**power for power in range(num_points - 1, -1, -1)]
 
 
 def zipf_slope(counts: Numbers) -> tuple[float, float] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ragblend.config import Settings
 from ragblend.engine.store.disk import MACHINES_DIR
@@ -13,25 +12,12 @@ from ragblend.errors import NotFoundError, RagblendError, UsageError
 from ragblend.files.reading import read_file
 
 
-def kv_bytes_per_token(config: Any, dtype: str = "auto") -> int:
-    """Bytes of one token's KV in all layers, from a transformers config; "auto" is the checkpoint's own dtype.
+def kv_bytes_per_token(model: str, settings: Settings) -> int:
+    """Bytes of one token's KV in all layers, of a model by its name or folder; in the settings' dtype.
 
     Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
     """
     import torch
-
-    text = config.get_text_config()
-    named = getattr(text, "dtype", None) or getattr(config, "dtype", None) if dtype == "auto" else dtype
-    kind = getattr(torch, str(named).removeprefix("torch."), None) or torch.bfloat16
-    if getattr(text, "kv_lora_rank", None):
-        return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize)
-
-
-def kv_bytes_of(model: str, settings: Settings) -> int:
-    """The same of a model by its name or folder."""
     from transformers import AutoConfig
 
     from ragblend.engine.transformers.model import find_model
@@ -40,21 +26,28 @@ def kv_bytes_of(model: str, settings: Settings) -> int:
     if path.is_file():
         raise UsageError(f"{path.name} is a GGUF, which has no config beside it; give --kv-bytes-per-token")
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-    return kv_bytes_per_token(config, settings.dtype)
+    text = config.get_text_config()
+    own = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    named = own if settings.dtype == "auto" else settings.dtype
+    kind = getattr(torch, str(named).removeprefix("torch."), None) or torch.bfloat16
+    if getattr(text, "kv_lora_rank", None):
+        return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize)
 
 
 def read_profile(path: Path) -> MachineProfile:
     """A machine profile from a file: what `ragblend profile --json` printed. Raises NotFoundError, UsageError."""
+    how = f"write it: ragblend profile --model MODEL --json > {path}"
     try:
         facts = json.loads(read_file(path))
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no {path}; write it: ragblend profile --model MODEL --json > {path}") from error
+        raise NotFoundError(f"there is no {path}; {how}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is no machine profile ({error}); write it: ragblend profile --json > {path}"
-        ) from error
+        raise UsageError(f"{path} is no machine profile ({error}); {how}") from error
     if not isinstance(facts, dict):
-        raise UsageError(f"{path} is no machine profile but a JSON {type(facts).__name__}")
+        raise UsageError(f"{path} is no machine profile but a JSON {type(facts).__name__}; {how}")
     return machine_profile_from(facts)
 
 

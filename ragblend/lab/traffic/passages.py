@@ -1,4 +1,6 @@
-"""Passages that come again, wherever they stand: the chunks that a store of KV could have held.
+"""What comes again of prompts: at their front, as vLLM's prefix cache reuses it; and passages wherever they stand.
+
+Passages are the chunks that a store of KV could have held.
 
 Where a prompt's chunks are marked, a chunk is its token ids, whole. Everywhere else repeated passages are found by
 winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of any 16 neighbouring windows of 16 tokens the one with the
@@ -22,11 +24,13 @@ import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ragblend.lab.traffic.prefix_cache import BLOCK, ENTRY_BYTES
 from ragblend.lab.traffic.tokens import Ids
 
 Hashes = NDArray[np.uint64]
 
+BLOCK = 16
+"""Tokens of a block in vLLM, the unit in which it caches prefixes."""
+ENTRY_BYTES = 100  # of an integer in a set or dictionary, about
 WINDOW = 16  # tokens that are hashed together
 SPREAD = 16  # neighbouring windows of which one is remembered
 LEAST = 32
@@ -35,6 +39,37 @@ stores it. At `WINDOW + SPREAD - 1` and more, none is missed."""
 
 _MIX, _BASE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _STEP = 256  # tokens that are compared at a time
+
+
+class PrefixCache:
+    """How much of each prompt prefix caching reuses: whole blocks, from the first token on.
+
+    It holds at most `capacity` blocks (67 million tokens by default, more than GPUs hold), then drops the older half.
+    """
+
+    def __init__(self, capacity: int = 1 << 22) -> None:
+        self._half = max(1, capacity // 2)
+        self._recent: set[int] = set()  # a hash per whole block, of it and all blocks before it
+        self._older: set[int] = set()
+
+    def see(self, ids: Ids, answer: Ids, seed: int) -> int:
+        """Tokens of the prompt that are cached; then cache it, and the `answer` that vLLM generated after it.
+
+        The last token is computed in any case, as in vLLM. `seed`: of the namespace.
+        """
+        data, size, keys = np.concatenate((ids, answer)).tobytes(), BLOCK * ids.itemsize, list[int]()
+        for start in range(0, len(data) - size + 1, size):
+            seed = xxhash.xxh3_64_intdigest(data[start : start + size], seed)
+            keys.append(seed)
+        missing = (n for n, key in enumerate(keys) if key not in self._recent and key not in self._older)
+        num_cached = next(missing, len(keys))
+        self._recent.update(keys)
+        if len(self._recent) > self._half:
+            self._older, self._recent = self._recent, set()
+        return min(num_cached, (len(ids) - 1) // BLOCK) * BLOCK
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._older)
 
 
 class RepeatedRun(NamedTuple):
@@ -49,16 +84,11 @@ class Passages:
     """All text that was new when it came, one passage after the other, and where it came again."""
 
     def __init__(self) -> None:
-        self._ids, self._size = np.empty(1 << 16, np.int32), 0
+        self._ids, self.size = np.empty(1 << 16, np.int32), 0  # of all new text; so many are used
         self._windows: dict[int, int] = {}  # hash of a remembered window: where it was first
         self._chunks: dict[int, int] = {}  # digest of a marked chunk: its place
         self.starts, self.first_requests = array("q"), array("q")  # of each passage that was new
         self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
-
-    @property
-    def size(self) -> int:
-        """Tokens of all new text."""
-        return self._size
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +150,7 @@ class Passages:
         """The longest stretch around `place`, inside [low, high), that is equal to what stands around `source`."""
         passage = bisect_right(self.starts, source) - 1
         first = self.starts[passage]
-        last = self.starts[passage + 1] if passage + 1 < len(self.starts) else self._size
+        last = self.starts[passage + 1] if passage + 1 < len(self.starts) else self.size
         behind = _equal(ids[place:high], self._ids[source:last])
         before = _equal(ids[low:place][::-1], self._ids[first:source][::-1])
         return RepeatedRun(place - before, place + behind, source - before)
@@ -131,10 +161,10 @@ class Passages:
             return  # it can never be found again
         if key and key in self._chunks:
             return  # twice in one prompt
-        if self._size + len(ids) > len(self._ids):
+        if self.size + len(ids) > len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty(max(len(self._ids), len(ids)), np.int32)))
-        place, self._size = self._size, self._size + len(ids)
-        self._ids[place : self._size] = ids
+        place, self.size = self.size, self.size + len(ids)
+        self._ids[place : self.size] = ids
         self.starts.append(place)
         self.first_requests.append(request)
         if key:

@@ -8,11 +8,7 @@ from typing import Any
 
 from ragblend.lab.bench.common.plots import COLORS, figure_file
 
-_PARTS = (
-    ("prefix", "prefix", COLORS["prefix"]),
-    ("elsewhere", "elsewhere", COLORS["blend"]),
-    ("new", "new", COLORS["full"]),
-)
+_COLORS = {"prefix": COLORS["prefix"], "elsewhere": COLORS["blend"], "new": COLORS["full"]}
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -28,9 +24,9 @@ def plot_analysis(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def _plot_shares(axes: Any, facts: Mapping[str, Any]) -> None:
-    for place, (name, label, colour) in enumerate(_PARTS):
+    for place, (name, color) in enumerate(_COLORS.items()):
         share = facts["shares"][name]
-        axes.bar([label], [share], color=colour)
+        axes.bar([name], [share], color=color)
         axes.annotate(f"{share:.1%}", (place, share), xytext=(0, 3), textcoords="offset points", ha="center")
     axes.set_ylim(0, 1.08)
     axes.set_ylabel("share of the prompt tokens")

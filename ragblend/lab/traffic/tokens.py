@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +23,6 @@ _PIECE = re.compile(
     r"[^\S\n]?[^\W\d_\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]{1,9}"
     r"|\d{1,3}|\n+|[^\S\n]+|\w|[^\w\s]{1,2}"
 )
-_REMEMBERED = 1 << 18  # pieces
-
-
-class Tokens(Protocol):
-    """Counts and names the tokens of texts."""
-
-    name: str
-    is_estimate: bool
-
-    def ids(self, text: str) -> Ids: ...  # noqa: D102
-
-    def text(self, ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 class Estimate:
@@ -42,17 +31,14 @@ class Estimate:
     name, is_estimate = "estimate", True
 
     def __init__(self, keep_texts: bool = False) -> None:
-        self._table = _Table()
         self._texts: dict[int, str] | None = {} if keep_texts else None
 
     def ids(self, text: str) -> Ids:
-        """The pieces' ids, int32."""
+        """The pieces' ids."""
         pieces = _PIECE.findall(text)
-        ids = np.fromiter(map(self._table.__getitem__, pieces), np.int32, len(pieces))
+        ids = np.fromiter(map(_number, pieces), np.int32, len(pieces))
         if self._texts is not None:
             self._texts.update(zip(ids.tolist(), pieces, strict=True))
-        if len(self._table) > _REMEMBERED:
-            self._table.clear()
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
@@ -60,12 +46,10 @@ class Estimate:
         return "".join((self._texts or {}).get(each, "") for each in ids)
 
 
-class _Table(dict[str, int]):
+@lru_cache(1 << 18)
+def _number(piece: str) -> int:
     """A piece's id: 31 bits of its checksum."""
-
-    def __missing__(self, piece: str) -> int:
-        self[piece] = number = zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF
-        return number
+    return zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF
 
 
 class ModelTokens:
@@ -78,10 +62,13 @@ class ModelTokens:
         tokenizer.model_max_length = 1 << 40  # no warning per long text
 
     def ids(self, text: str) -> Ids:
-        """Its token ids, int32."""
+        """Its token ids."""
         clean = text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
         return np.asarray(self._tokenizer(clean, add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
         return str(self._tokenizer.decode(list(ids)))
+
+
+Tokens = Estimate | ModelTokens

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from hypothesis.strategies import booleans, dictionaries, floats, integers, list
 
 from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.errors import NotFoundError
-from ragblend.lab.traffic import reader
-from ragblend.lab.traffic.reader import ParseErrors, RequestFile, files_of, lines_of
-from ragblend.lab.traffic.requests import ChunkMarkers, LoggedRequest, PromptPiece, requests_in
+from ragblend.frameworks.boundaries import recover_chunks
+from ragblend.lab.traffic import logs
+from ragblend.lab.traffic.logs import LoggedRequest, RequestLog, files_of, lines_of, requests_in
 from ragblend.lab.traffic.tokens import Estimate
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who signed?"}]
@@ -26,7 +26,7 @@ AT, AT_ISO = 1_700_000_000.5, "2023-11-14T22:13:20.500000+00:00"
 
 
 def joined(request: LoggedRequest) -> str:
-    return "".join(str(piece.content) for piece in request.pieces)
+    return "".join(str(content) for content, _ in request.pieces)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,13 @@ def test_parts_are_read_and_media_counted() -> None:
 def test_completions_are_texts_or_ids_and_spans_mark_chunks() -> None:
     params = {"kv_transfer_params": {"ragblend": {"spans": [[2, 4], [4, 5]], "namespace": "acme"}}}
     (found,) = requests_in({"prompt": [1, 2, 3, 4, 5, 6]} | params)
-    assert found.pieces == [
-        PromptPiece((1, 2)), PromptPiece((3, 4), True), PromptPiece(()), PromptPiece((5,), True), PromptPiece((6,)),
-    ]  # fmt: skip
+    assert found.pieces == [((1, 2), False), ((3, 4), True), ((), False), ((5,), True), ((6,), False)]
     assert found.namespace == "acme"
     (salted,) = requests_in({"prompt": "a", "cache_salt": "s"} | params)
     assert salted.namespace not in ("", "acme", "s")
     assert [joined(each) for each in requests_in({"prompt": ["a", "b"]})] == ["a", "b"]
-    (hostile,) = requests_in({"prompt": [1, 2], "kv_transfer_params": {"ragblend": {"spans": [[9, 4], "x", None]}}})
-    assert [piece.content for piece in hostile.pieces] == [(1, 2)]
+    (outside,) = requests_in({"prompt": [1, 2], "kv_transfer_params": {"ragblend": {"spans": [[9, 4], [1, 3]]}}})
+    assert outside.pieces == [((1, 2), False)]
 
 
 def test_chunks_are_marked_by_blocks_separators_and_stored_texts(tmp_path: Path) -> None:
@@ -110,20 +108,23 @@ def test_chunks_are_marked_by_blocks_separators_and_stored_texts(tmp_path: Path)
     registry = ChunkRegistry(tmp_path / "texts.sqlite")
     registry.add([passage])
     block = [{"type": "text", "text": passage, "chunk_id": "7"}, {"type": "text", "text": "Who?"}]
-    for body, markers in (
-        ({"messages": [{"role": "user", "content": block}]}, ChunkMarkers()),
-        ({"prompt": f"Use [[RB]]{passage}[[RB]] Who?"}, ChunkMarkers(separator="[[RB]]")),
-        ({"messages": [{"role": "user", "content": f"{passage}\n\nWho?"}]}, ChunkMarkers(registry=registry)),
+    for body, marks in (
+        ({"messages": [{"role": "user", "content": block}]}, {}),
+        ({"prompt": f"Use [[RB]]{passage}[[RB]] Who?"}, {"separator": "[[RB]]"}),
+        ({"messages": [{"role": "user", "content": f"{passage}\n\nWho?"}]}, {"registry": registry}),
     ):
-        (found,) = requests_in(body, markers)
-        assert [piece.content for piece in found.pieces if piece.is_chunk] == [passage]
+        (found,) = requests_in(body, partial(recover_chunks, **marks))
+        assert [content for content, is_chunk in found.pieces if is_chunk] == [passage]
 
 
 # -- files
 
 
-def texts_of(path: Path | str, errors: ParseErrors) -> list[str]:
-    return [joined(request) for _, value in lines_of(path, errors) for request in requests_in(value)]
+def texts_of(path: Path) -> tuple[list[str], list[str]]:
+    """The prompts of a file, and its broken places with why."""
+    broken: list[str] = []
+    found = lines_of(path, lambda place, why: broken.append(f"{place}: {why}"))
+    return [joined(request) for _, value in found for request in requests_in(value)], broken
 
 
 def lines(*prompts: str) -> str:
@@ -137,17 +138,14 @@ def lines(*prompts: str) -> str:
     ids=["jsonl", "bom", "blank lines"],
 )
 def test_lines_are_read_packed_or_not(content: str, packed: bool, tmp_path: Path) -> None:
-    path, errors = tmp_path / "log.anything", ParseErrors()
+    path = tmp_path / "log.anything"
     path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
-    assert texts_of(path, errors) == ["one", "two"]
-    assert errors.count == 0
+    assert texts_of(path) == (["one", "two"], [])
 
 
-def test_broken_lines_are_counted_and_named_and_say_nothing_of_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "MAX_LINE", 1 << 18)
-    path, errors = tmp_path / "log.jsonl", ParseErrors()
+def test_broken_lines_are_named_and_say_nothing_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_LINE", 1 << 18)
+    path = tmp_path / "log.jsonl"
     broken = (
         b'{"prompt": "my secret',
         b"\xff\xfe",
@@ -156,19 +154,20 @@ def test_broken_lines_are_counted_and_named_and_say_nothing_of_the_text(
         b'{"a": [',
     )
     path.write_bytes(b"\n".join((lines("one").encode().strip(), *broken[:4], lines("two").encode().strip(), broken[4])))
-    assert texts_of(path, errors) == ["one", "two"]
-    assert errors.count == 5
-    assert [place.split(": ")[0] for place in errors.places] == [f"{path}:{number}" for number in (2, 3, 4, 5, 7)]
-    assert "longer than" in errors.places[3]
-    assert "secret" not in str(errors.places)
+    found, places = texts_of(path)
+    assert found == ["one", "two"]
+    assert [place.split(": ")[0] for place in places] == [f"{path}:{number}" for number in (2, 3, 4, 5, 7)]
+    assert "longer than" in places[3]
+    assert "secret" not in str(places)
 
 
 def test_a_cut_off_archive_gives_what_it_holds(tmp_path: Path) -> None:
-    path, errors = tmp_path / "log.gz", ParseErrors()
+    path = tmp_path / "log.gz"
     data = gzip.compress("".join(lines(f"prompt {number}") for number in range(50_000)).encode())
     path.write_bytes(data[: len(data) // 2])
-    assert len(texts_of(path, errors)) > 1000
-    assert errors.count >= 1
+    found, broken = texts_of(path)
+    assert len(found) > 1000
+    assert broken
 
 
 def test_folders_are_read_in_order_of_names_and_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -183,22 +182,17 @@ def test_folders_are_read_in_order_of_names_and_what_is_missing_is_said(tmp_path
         files_of([tmp_path / "empty"])
 
 
-def test_stdin_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(lines("one").encode()))))
-    assert texts_of("-", ParseErrors()) == ["one"]
-
-
 def test_ids_marks_answers_and_namespaces_come_back_in_the_order_of_the_times() -> None:
-    with RequestFile(Estimate()) as requests:
-        pieces = (PromptPiece((1, 2)), PromptPiece((3, 4, 5), is_chunk=True), PromptPiece((), is_chunk=True))
-        assert requests.add(LoggedRequest(pieces, time_s=7.0, namespace="acme"))
-        assert requests.add(LoggedRequest((PromptPiece((9,)),)))  # no time: after the one before it
-        assert requests.add(LoggedRequest((PromptPiece((6,)),), answer="Ada.", time_s=5.0))
-        assert not requests.add(LoggedRequest((PromptPiece(()),)))
-        earliest, marked, last = requests.in_order()
-    assert (earliest.ids.tolist(), earliest.chunks, earliest.namespace) == ([6], (), "")
+    requests = RequestLog(Estimate())
+    assert requests.add(LoggedRequest((((1, 2), False), ((3, 4, 5), True), ((), True)), time_s=7.0, namespace="acme"))
+    assert requests.add(LoggedRequest((((9,), False),)))  # no time: after the one before it
+    assert requests.add(LoggedRequest((((6,), False),), answer="Ada.", time_s=5.0))
+    assert not requests.add(LoggedRequest((((), False),)))
+    earliest, marked, last = requests.in_order()
+    assert (earliest.ids.tolist(), earliest.chunks, earliest.seed) == ([6], (), 0)
     assert earliest.answer.tolist() == Estimate().ids("<assistant>\n").tolist() + Estimate().ids("Ada.\n").tolist()
-    assert (marked.ids.tolist(), marked.chunks, marked.namespace) == ([1, 2, 3, 4, 5], ((2, 5),), "acme")
+    assert (marked.ids.tolist(), marked.chunks) == ([1, 2, 3, 4, 5], ((2, 5),))
+    assert marked.seed != earliest.seed
     assert (last.ids.tolist(), last.answer.tolist()) == ([9], [])
 
 
@@ -219,6 +213,6 @@ JSON_VALUES = recursive(
 
 @given(JSON_VALUES)
 def test_no_json_value_is_more_than_a_broken_line(value: Any) -> None:
-    with RequestFile(Estimate()) as requests:
-        requests.add_logged("here", json.loads(json.dumps(value)))
-        list(requests.in_order())
+    requests = RequestLog(Estimate())
+    requests.add_logged("here", json.loads(json.dumps(value)))
+    list(requests.in_order())

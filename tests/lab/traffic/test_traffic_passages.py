@@ -8,8 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
-from ragblend.lab.traffic.passages import LEAST, SPREAD, WINDOW, Passages, window_hashes, winnowed
-from ragblend.lab.traffic.prefix_cache import BLOCK, PrefixCache
+from ragblend.lab.traffic.passages import (
+    BLOCK,
+    LEAST,
+    SPREAD,
+    WINDOW,
+    Passages,
+    PrefixCache,
+    window_hashes,
+    winnowed,
+)
 
 NONE = np.empty(0, np.int32)
 
@@ -18,26 +26,15 @@ def random_ids(seed: int, count: int, vocabulary: int = 50_000) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocabulary, count).astype(np.int32)
 
 
-@given(
-    length=integers(LEAST, 400),
-    before=integers(0, 200),
-    after=integers(0, 200),
-    again_before=integers(0, 200),
-    again_after=integers(0, 200),
-    seed=integers(0, 1 << 20),
-)
-def test_a_passage_that_moves_is_found_to_the_token(
-    length: int, before: int, after: int, again_before: int, again_after: int, seed: int
-) -> None:
-    parts = np.split(random_ids(seed, length + before + after + again_before + again_after), [
-        length, length + before, length + before + after, length + before + after + again_before,
-    ])  # fmt: skip
-    passage, left, right, new_left, new_right = parts
+@given(integers(LEAST, 400), lists(integers(0, 200), min_size=4, max_size=4), integers(0, 1 << 20))
+def test_a_passage_that_moves_is_found_to_the_token(length: int, around: list[int], seed: int) -> None:
+    sizes = np.cumsum([length, *around])
+    passage, left, right, new_left, new_right = np.split(random_ids(seed, int(sizes[-1])), sizes[:-1])
     passages = Passages()
     assert passages.see(0, np.concatenate((left, passage, right)), (), 0) == 0
     found = passages.see(1, np.concatenate((new_left, passage, new_right)), (), 0)
     assert length <= found <= length + 2  # a neighbour may be the same by chance
-    assert passages.size <= len(left) + length + len(right) + len(new_left) + len(new_right)
+    assert passages.size <= sizes[-1]
 
 
 @given(start=integers(0, 300), seed=integers(0, 1 << 20))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import composite, integers, lists
 
-from ragblend.lab.traffic.analysis import merged
-from ragblend.lab.traffic.curve import Uses, lru_hits, most_hits, sampled, uses_of, zipf_slope
+from ragblend.lab.traffic.curve import Uses, lru_hits, merged, most_hits, sampled, uses_of, zipf_slope
 from ragblend.lab.traffic.passages import Passages
 
 

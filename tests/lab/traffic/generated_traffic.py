@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ragblend.lab.traffic.prefix_cache import BLOCK
-from ragblend.lab.traffic.requests import turn_header
+from ragblend.lab.traffic.logs import turn_header
+from ragblend.lab.traffic.passages import BLOCK
 
 Count = Callable[[str], int]
 
