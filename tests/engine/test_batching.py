@@ -161,7 +161,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
     )
     monkeypatch.setattr(engine, "prefill", failing_prefill)
     monkeypatch.setattr(engine.batch, "_decode", failing_decode)
-    errors = engine.batch.finish(streams)
+    errors = engine.batch.run_until_done(streams)
     assert list(map(str, errors)) == ["None", "no memory for it", "None", "its KV is gone", "None"]
     for number in (0, 2, 4):
         same(streams[number].result, expected[number])
@@ -188,7 +188,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
             raise TimeoutError("too slow")
         return stream is streams[2] and len(stream.result.token_ids) >= 2
 
-    errors = engine.batch.finish(streams, watch)
+    errors = engine.batch.run_until_done(streams, watch)
     assert [type(error) for error in errors] == [type(None), TimeoutError, type(None), type(None)]
     assert streams[2].result.finish_reason == "cancelled"
     assert streams[2].result.token_ids == expected.token_ids[: len(streams[2].result.token_ids)]
@@ -218,7 +218,7 @@ def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeyp
 
 def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=1)
-    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._leave
+    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._retire_finished
 
     def slow(request):
         in_prefill.set()
@@ -244,7 +244,7 @@ def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> Non
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+        engine.batch.run_until_done([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
     other.join(60)
 
 
@@ -279,7 +279,9 @@ def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(
         return False
 
     other = threading.Thread(
-        target=lambda: found.extend(engine.batch.finish([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted))
+        target=lambda: found.extend(
+            engine.batch.run_until_done([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted)
+        )
     )
 
     interrupt_beside(engine, other)

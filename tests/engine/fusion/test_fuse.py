@@ -395,7 +395,7 @@ def test_carrying_moves_neither_what_is_exact_nor_what_is_computed(hole, tiny_la
     if hole:
         prompt.spans[3] = ("missing", prompt.spans[3][1])
     outcome = blend(layers, prompt, 0.2, "ask")
-    monkeypatch.setitem(RULES, "ask", replace(RULES["ask"], carry=0.0))
+    monkeypatch.setitem(RULES, "ask", replace(RULES["ask"], drift_gain=0.0))
     without = blend(layers, prompt, 0.2, "ask")
     assert outcome.recomputed == without.recomputed
     exact = PREFIX + 12

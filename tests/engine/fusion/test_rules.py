@@ -75,7 +75,7 @@ def test_rules_that_look_at_deviation_say_so():
 def test_separators_are_chosen_only_when_nothing_else_is_left(chunks, ratio, data):
     count = sum(chunks)
     separators = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    facts = dataclasses.replace(evidence(chunks), separators=separators)
+    facts = dataclasses.replace(evidence(chunks), template_mask=separators)
     chosen = RULES["ask"].scores(facts).topk(num_to_recompute(ratio, count, count)).indices
     assert len(set(chosen.tolist())) == num_to_recompute(ratio, count, count)
     assert int(separators[chosen].sum()) == max(0, len(chosen) - int((~separators).sum()))

@@ -153,7 +153,7 @@ def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
         def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
             self.tokens: Iterator[int] = iter(answer)
 
-        def choose(self, logits: torch.Tensor) -> int:
+        def sample(self, logits: torch.Tensor) -> int:
             return next(self.tokens)
 
     monkeypatch.setattr(generation, "Sampler", Scripted)
