@@ -300,7 +300,7 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
             engine.close()
         return False
 
-    for answer in finished(engine, streams, watch=watch):
+    for answer in finished(engine, streams, cancel_check=watch):
         assert answer.finish_reason == "cancelled"
         assert len(answer.token_ids) < 8
 
