@@ -72,8 +72,7 @@ def test_a_batch_beyond_memory_reads_each_chunk_once_and_answers_as_one_by_one(t
     chunks = [f"George Keller the {at}th lives in Kinport and works for Synon number {at}." for at in range(12)]
     prompts = [SegmentedPrompt([chunks[at % 6 * 2], chunks[at % 6 * 2 + 1]], f"Question {at}?") for at in range(18)]
     with load_engine("demo", tmp_path / "kv", on_miss="inline") as engine:
-        for chunk in chunks:
-            engine.precompute(chunk)
+        list(engine.precompute_all(chunks))
         alone = [engine.generate(prompt, max_tokens=3) for prompt in prompts]
         size = max(kv.nbytes for key in engine.store.keys() if (kv := engine.store.get(key)))  # noqa: SIM118
     reads = {}

@@ -43,11 +43,9 @@ PROMPTS = tuple(
 def engine(tiny_layers: Callable[[str], TransformersLayers], segmenter: Segmenter) -> Iterator[TransformersEngine]:
     """A tiny Llama whose store holds CHUNKS. Shared: answering leaves it as it was."""
     store = MemoryStore(1 << 26)
-    with TransformersEngine(
-        tiny_layers("llama"), segmenter, store, name="tiny-llama", fingerprint="llama", on_miss="inline"
-    ) as made:
-        for chunk in CHUNKS:
-            made.precompute(chunk)
+    options: dict[str, Any] = {"name": "tiny-llama", "fingerprint": "llama", "on_miss": "inline"}
+    with TransformersEngine(tiny_layers("llama"), segmenter, store, **options) as made:
+        list(made.precompute_all(CHUNKS))
         yield made
 
 
@@ -101,10 +99,16 @@ def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
         same(mine, theirs)
 
 
-def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -> None:
+def note_sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers each step from now on is made for."""
     sizes: list[int] = []
     decode = engine.batch._decode
     monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    return sizes
+
+
+def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -> None:
+    sizes = note_sizes(engine, monkeypatch)
     lengths = [2, 9, 5, 9, 3]
     answers = finished(engine, [engine.stream(PROMPTS[0], max_tokens=count) for count in lengths])
     assert [len(answer.token_ids) for answer in answers] == lengths  # PROMPTS[0] goes on for so long
@@ -114,9 +118,7 @@ def test_steps_are_made_together_and_who_has_ended_leaves(engine, monkeypatch) -
 def test_no_more_are_decoded_together_than_was_said(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=3)
     expected = engine.generate(PROMPTS[0], max_tokens=6)
-    sizes: list[int] = []
-    decode = engine.batch._decode
-    monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    sizes = note_sizes(engine, monkeypatch)
     for answer in engine.generate_batch([PROMPTS[0]] * 7, max_tokens=6):
         same(answer, expected)
     assert max(sizes) == 3
@@ -159,14 +161,8 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
     )
     monkeypatch.setattr(engine, "prefill", failing_prefill)
     monkeypatch.setattr(engine.batch, "_decode", failing_decode)
-    errors = engine.batch.finish(streams)
-    assert [str(error) if error else None for error in errors] == [
-        None,
-        "no memory for it",
-        None,
-        "its KV is gone",
-        None,
-    ]
+    errors = engine.batch.run_until_done(streams)
+    assert list(map(str, errors)) == ["None", "no memory for it", "None", "its KV is gone", "None"]
     for number in (0, 2, 4):
         same(streams[number].result, expected[number])
     assert streams[3].result.finish_reason == "cancelled"
@@ -192,7 +188,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
             raise TimeoutError("too slow")
         return stream is streams[2] and len(stream.result.token_ids) >= 2
 
-    errors = engine.batch.finish(streams, watch)
+    errors = engine.batch.run_until_done(streams, watch)
     assert [type(error) for error in errors] == [type(None), TimeoutError, type(None), type(None)]
     assert streams[2].result.finish_reason == "cancelled"
     assert streams[2].result.token_ids == expected.token_ids[: len(streams[2].result.token_ids)]
@@ -205,9 +201,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
 def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeypatch, num_threads: int) -> None:
     asked = [(PROMPTS[number % len(PROMPTS)], 16 + number) for number in range(num_threads)]
     expected = [engine.generate(prompt, max_tokens=count) for prompt, count in asked]
-    sizes: list[int] = []
-    decode = engine.batch._decode
-    monkeypatch.setattr(engine.batch, "_decode", lambda steps: sizes.append(len(steps)) or decode(steps))
+    sizes = note_sizes(engine, monkeypatch)
     barrier = threading.Barrier(num_threads)
 
     def answer(each: tuple[SegmentedPrompt, int]) -> Generation:
@@ -224,7 +218,7 @@ def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeyp
 
 def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_engine, monkeypatch) -> None:
     engine = tiny_engine("llama", max_num_seqs=1)
-    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._leave
+    in_prefill, looks, prefill, leave = threading.Event(), [], engine.prefill, engine.batch._retire_finished
 
     def slow(request):
         in_prefill.set()
@@ -239,6 +233,19 @@ def test_who_waits_for_a_place_takes_no_time_from_who_is_being_prefilled(tiny_en
         others = [pool.submit(engine.generate, PROMPTS[1], max_tokens=3) for _ in range(2)]
         assert [len(each.result().token_ids) for each in (first, *others)] == [3, 3, 3]
     assert looks.count(0) < 20  # a busy loop looks thousands of times
+
+
+def interrupt_beside(engine: TransformersEngine, other: threading.Thread) -> None:
+    """Answer here, with `other` started at the first token, until an interrupt comes; then wait for the other."""
+
+    def start_other(stream: GenerationStream) -> bool:
+        if not other.ident:
+            other.start()
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch.run_until_done([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
+    other.join(60)
 
 
 def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(engine, monkeypatch) -> None:
@@ -256,14 +263,7 @@ def test_an_interrupt_reaches_the_thread_that_it_came_in_and_no_other_answer(eng
     monkeypatch.setattr(engine.batch, "_decode", interrupted)
     other = threading.Thread(target=lambda: found.append(engine.generate(PROMPTS[1], max_tokens=12)))
 
-    def start_other(stream: GenerationStream) -> bool:
-        if not other.ident:
-            other.start()
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
-    other.join(60)
+    interrupt_beside(engine, other)
     assert both_run.is_set()
     same(found[0], expected)
     assert engine.batch._num_taken == 0
@@ -279,17 +279,12 @@ def test_an_interrupt_while_anothers_token_is_chosen_is_an_ordinary_error_there(
         return False
 
     other = threading.Thread(
-        target=lambda: found.extend(engine.batch.finish([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted))
+        target=lambda: found.extend(
+            engine.batch.run_until_done([engine.stream(PROMPTS[1], max_tokens=1500)], interrupted)
+        )
     )
 
-    def start_other(stream: GenerationStream) -> bool:
-        if not other.ident:
-            other.start()
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.batch.finish([engine.stream(PROMPTS[0], max_tokens=1500)], start_other)
-    other.join(60)
+    interrupt_beside(engine, other)
     (error,) = found
     assert isinstance(error, RagblendError)
     assert "by a KeyboardInterrupt in another thread" in str(error)
@@ -305,7 +300,7 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
             engine.close()
         return False
 
-    for answer in finished(engine, streams, watch=watch):
+    for answer in finished(engine, streams, cancel_check=watch):
         assert answer.finish_reason == "cancelled"
         assert len(answer.token_ids) < 8
 
@@ -348,8 +343,7 @@ def test_what_keeps_steps_from_being_made_together_is_said_once(engine, monkeypa
 
     expected = finished(engine, [engine.stream(PROMPTS[0], max_tokens=6) for _ in range(2)])
     monkeypatch.setattr(engine.batch, "_decode", one_at_a_time)
-    for mine, theirs in zip(
-        finished(engine, [engine.stream(PROMPTS[0], max_tokens=6) for _ in range(2)]), expected, strict=True
-    ):
+    found = finished(engine, [engine.stream(PROMPTS[0], max_tokens=6) for _ in range(2)])
+    for mine, theirs in zip(found, expected, strict=True):
         same(mine, theirs)
     assert [line.levelname for line in caplog.records if "no room for two" in line.message] == ["WARNING"]

@@ -37,8 +37,7 @@ def shadowed(tiny_engine: Callable[..., TransformersEngine]) -> Callable[..., Tr
 
     def build(share: float = 1.0, seed: int | None = 0) -> TransformersEngine:
         engine = tiny_engine("llama", shadow=share, shadow_seed=seed)
-        for chunk in CHUNKS:
-            engine.precompute(chunk)
+        list(engine.precompute_all(CHUNKS))
         return engine
 
     return build

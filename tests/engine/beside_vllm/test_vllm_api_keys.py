@@ -75,6 +75,7 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     "values",
     [
         "nonsense",
+        f"keys = {KEY}",
         {},
         {"keys": {}},
         {"keys": {"short": FACTS}},
@@ -90,14 +91,8 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
 )
 def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_path: Path, values: Any) -> None:
     text = values if isinstance(values, str) else json.dumps(values)
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else "") as error:
         read_keys(keys_file(tmp_path, text))
-    assert KEY not in str(error.value)
-
-
-def test_a_broken_keys_file_does_not_quote_what_it_holds(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither TOML nor JSON") as error:
-        read_keys(keys_file(tmp_path, f"keys = {KEY}"))
     assert KEY not in str(error.value)
 
 

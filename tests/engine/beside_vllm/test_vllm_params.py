@@ -43,30 +43,20 @@ def test_a_report_survives_json_and_newer_fields():
     for chunk in sent[PARAMS_KEY]["chunks"]:
         chunk["from_the_future"] = [2]
     assert report_from(sent) == report
-    older = {
-        name: value
-        for name, value in report_to_json(report).items()
-        if name not in ("failed", "chunks", "recompute_ratio")
-    }
+    older = report_to_json(report)
+    for name in ("failed", "chunks", "recompute_ratio"):
+        older.pop(name, None)
     assert report_from({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
-    odd = [
-        {**report_to_json(report), **change}
-        for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]})
-    ]
-    for other in (None, {}, {PARAMS_KEY: 3}, *({PARAMS_KEY: one} for one in odd)):
+    for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
+        assert report_from({PARAMS_KEY: {**report_to_json(report), **change}}) is None
+    for other in (None, {}, {PARAMS_KEY: 3}):
         assert report_from(other) is None
 
 
 @given(raw=anything)
 def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
-    for sent in (
-        raw,
-        {"spans": raw},
-        {"mode": raw},
-        {"ratio": raw},
-        {"rule": raw, "spans": [[0, raw]]},
-        {"template": raw, "spans": [[0, 5]]},
-    ):
+    single = [{name: raw} for name in ("spans", "mode", "ratio")]
+    for sent in (raw, *single, {"rule": raw, "spans": [[0, raw]]}, {"template": raw, "spans": [[0, 5]]}):
         try:
             parse_params(sent).check_length(10)
         except UsageError:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from reference import Reference, as_cached
-from test_fuse import GLOBAL, INDEPENDENT, PREFIX, QUESTION, Prompt, blend, full_prefill, make_prompt
+from reference import Reference
+from test_fuse import GLOBAL, INDEPENDENT, PREFIX, Prompt, attended, blend, full_prefill, make_prompt
 from torch import Tensor
-from transformers import DynamicCache
 
 from ragblend.engine.fusion.fidelity import attention_shares, first_token_kl, record_fidelity
 from ragblend.engine.fusion.fuse import relative_deviation
@@ -37,18 +34,6 @@ def plan_of(prompt: Prompt, rule: str) -> FusePlan:
     return FusePlan(torch.tensor(prompt.ids), placements_of(prompt), RULES[rule], checks, len(prompt.prefix))
 
 
-def eager_attention(model: Any, prompt: Prompt, layers: tuple[int, ...]) -> Tensor:
-    """[T]: what the question attends to over the stale KV, by transformers, mean over layers, heads and queries."""
-    stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
-    kv, end = DynamicCache(), len(prompt.ids) - QUESTION
-    for layer, (keys, values) in enumerate(zip(stale.keys, stale.values, strict=True)):
-        placed = (each[:end].transpose(0, 1)[None] for each in (keys, values))
-        kv.update(*as_cached(model, *placed), layer)
-    with torch.no_grad():
-        seen = model(torch.tensor([prompt.ids[end:]]), past_key_values=kv, output_attentions=True).attentions
-    return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
-
-
 @pytest.mark.parametrize("ratio", [0.15, 0.4])
 @pytest.mark.parametrize("family", INDEPENDENT)
 def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_model, tiny_layers):
@@ -57,7 +42,7 @@ def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_mode
     report = BlendReport("blend", "ask", ratio)
     record_fidelity(report, plan_of(prompt, "ask"), outcome.result)
 
-    mass = eager_attention(stock_model(family), prompt, tuple(GLOBAL.get(family, range(6))))
+    mass = attended(stock_model(family), prompt, GLOBAL.get(family, range(6)))
     mass /= mass.sum()  # sinks take some of it
     expected = {"exact": 0.0, "recomputed": 0.0, "stale": 0.0}
     stored = [position for start, ids in prompt.starts("chunk")[1:] for position in range(start, start + len(ids))]
@@ -85,12 +70,10 @@ def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_lay
     stale = Reference(model).blend(prompt.reference_spans(), {1: 0.0})
     expected = []
     for position in outcome.recomputed:
+        computed = full.layers[CHECK_LAYER]
         shares = [
             (fresh[0, :, position] - stored[CHECK_LAYER][position]).norm() / fresh[0, :, position].norm()
-            for fresh, stored in (
-                (full.layers[CHECK_LAYER].keys, stale.keys),
-                (full.layers[CHECK_LAYER].values, stale.values),
-            )
+            for fresh, stored in ((computed.keys, stale.keys), (computed.values, stale.values))
         ]
         expected.append(float(sum(shares)) / 2)
     assert report.mean_deviation == pytest.approx(sum(expected) / len(expected), rel=1e-3)
@@ -119,10 +102,7 @@ def test_every_rank_reports_the_same_deviation():
     generator = torch.Generator().manual_seed(3)
     fresh, stored = (LayerKV(*torch.randn(2, 2, 9, 16, generator=generator)) for _ in range(2))
     whole = relative_deviation(fresh, stored)
-    halves = [
-        (LayerKV(*(tensor[[rank]] for tensor in fresh)), LayerKV(*(tensor[[rank]] for tensor in stored)))
-        for rank in (0, 1)
-    ]
+    halves = [[LayerKV(*(tensor[[rank]] for tensor in each)) for each in (fresh, stored)] for rank in (0, 1)]
     partial: list[Tensor] = []  # what the other rank adds, in the order of the calls
     relative_deviation(*halves[1], lambda squares: partial.append(squares) or squares)
     others = iter(partial)
@@ -139,8 +119,7 @@ def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
 def test_the_engines_report_has_the_shares_of_the_rule_that_ran(tiny_engine):
     engine = tiny_engine("llama")
     chunks = ["the theory of the other chunk", "question the chunk with that theory", "what the other question is"]
-    for chunk in chunks:
-        engine.precompute(chunk)
+    list(engine.precompute_all(chunks))
     prompt = SegmentedPrompt(chunks, "what?")
     asked = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
     assert asked.attention_exact + asked.attention_recomputed + asked.attention_stale == pytest.approx(1)

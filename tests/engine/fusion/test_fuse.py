@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -144,15 +144,8 @@ def blend(
         template_mask=template,
         **plan_fields,
     )
-    with LayerLoader(
-        plan.placements,
-        layers.num_layers,
-        layers.place_keys,
-        fused,
-        layers.device,
-        first_layer=first_layer,
-        movable=layers,
-    ) as loader:
+    to = (layers.num_layers, layers.place_keys, fused, layers.device)
+    with LayerLoader(plan.placements, *to, first_layer=first_layer, movable=layers) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)
 
@@ -197,33 +190,35 @@ def assert_same_kv(fused: FusedKV, kv: DynamicCache) -> None:
         torch.testing.assert_close(fused.values(index)[:, :count], layer.values[0], atol=ATOL, rtol=0)
 
 
+def assert_same_rows(mine: FusedKV, other: FusedKV, rows: Any = slice(None), atol: float = 0.0) -> None:
+    """The same KV at those rows of every layer."""
+    for layer in range(6):
+        torch.testing.assert_close(mine.keys(layer)[:, rows], other.keys(layer)[:, rows], atol=atol, rtol=0)
+        torch.testing.assert_close(mine.values(layer)[:, rows], other.values(layer)[:, rows], atol=atol, rtol=0)
+
+
+def assert_full_prefill(outcome: Outcome, model: Any, prompt: Prompt) -> None:
+    """Logits and all KV are the stock model's own."""
+    logits, kv = full_prefill(model, prompt.ids)
+    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
+    assert_same_kv(outcome.fused, kv)
+
+
 # --- against full prefill ---
 
 
-@pytest.mark.parametrize("rule", ["cacheblend", "random"])
-def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, stock_model, tiny_layers):
+@pytest.mark.parametrize(
+    ("rule", "fused_by"), [("cacheblend", blend), ("random", blend), ("ask", blend_from_elsewhere)]
+)
+def test_ratio_one_equals_the_stock_models_full_prefill(family, rule, fused_by, stock_model, tiny_layers):
     prompt = make_prompt()
-    outcome = blend(tiny_layers(family), prompt, 1.0, rule)
-    logits, kv = full_prefill(stock_model(family), prompt.ids)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+    assert_full_prefill(fused_by(tiny_layers(family), prompt, 1.0, rule), stock_model(family), prompt)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_ratio_one_is_full_prefill_with_every_rule(rule, stock_model, tiny_layers):
     prompt = make_prompt(1)
-    outcome = blend(tiny_layers("qwen3"), prompt, 1.0, rule)
-    logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
-
-
-def test_with_layer_0_computed_ratio_one_is_full_prefill(family, stock_model, tiny_layers):
-    prompt = make_prompt()
-    outcome = blend_from_elsewhere(tiny_layers(family), prompt, 1.0, "ask")
-    logits, kv = full_prefill(stock_model(family), prompt.ids)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+    assert_full_prefill(blend(tiny_layers("qwen3"), prompt, 1.0, rule), stock_model("qwen3"), prompt)
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
@@ -234,9 +229,7 @@ def test_layer_0_computed_is_layer_0_stored(rule, ratio, family, tiny_layers):
     stored, computed = blend(layers, prompt, ratio, rule), blend_from_elsewhere(layers, prompt, ratio, rule)
     assert computed.recomputed == stored.recomputed
     torch.testing.assert_close(computed.logits, stored.logits, atol=1e-5, rtol=0)
-    for layer in range(layers.num_layers):
-        torch.testing.assert_close(computed.fused.keys(layer), stored.fused.keys(layer), atol=1e-5, rtol=0)
-        torch.testing.assert_close(computed.fused.values(layer), stored.fused.values(layer), atol=1e-5, rtol=0)
+    assert_same_rows(computed.fused, stored.fused, atol=1e-5)
 
 
 def test_a_stale_chunk_is_far_from_full_prefill(family, stock_model, tiny_layers):
@@ -268,18 +261,12 @@ def test_intermediate_ratios_lie_between_full_reuse_and_full_prefill(family, sto
 def test_a_missing_chunk_in_the_middle_is_computed_in_place(family, stock_model, tiny_layers):
     prompt = make_prompt(2)
     prompt.spans[2] = ("missing", prompt.spans[2][1])
-    logits, kv = full_prefill(stock_model(family), prompt.ids)
-    outcome = blend(tiny_layers(family), prompt, 1.0)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+    assert_full_prefill(blend(tiny_layers(family), prompt, 1.0), stock_model(family), prompt)
 
 
 def test_a_prompt_without_stored_chunks_is_full_prefill(stock_model, tiny_layers):
     prompt = Prompt([("prefix", random_ids(5, 1)), ("missing", random_ids(20, 2)), ("text", random_ids(6, 3))])
-    logits, kv = full_prefill(stock_model("llama"), prompt.ids)
-    outcome = blend(tiny_layers("llama"), prompt, 0.15)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+    assert_full_prefill(blend(tiny_layers("llama"), prompt, 0.15), stock_model("llama"), prompt)
 
 
 @pytest.mark.parametrize("chunks", [(9, 9, 9), (1, 2, 3), (70, 1), (2, 2)])
@@ -287,41 +274,31 @@ def test_chunks_of_any_length_are_exact_at_ratio_one(chunks, stock_model, tiny_l
     """Lengths equal to the number of KV heads, and single tokens, are where layouts get mixed up."""
     for family in ("qwen3", "phi3"):
         prompt = make_prompt(3, chunks)
-        logits, kv = full_prefill(stock_model(family), prompt.ids)
-        outcome = blend(tiny_layers(family), prompt, 1.0)
-        torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-        assert_same_kv(outcome.fused, kv)
+        assert_full_prefill(blend(tiny_layers(family), prompt, 1.0), stock_model(family), prompt)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_the_same_chunk_twice_is_placed_twice(ratio, stock_model, tiny_layers):
+@pytest.mark.parametrize("kind", ["the same chunk twice", "ends with a chunk"])
+def test_a_chunk_that_comes_twice_or_ends_the_prompt_agrees_with_the_reference(kind, ratio, stock_model, tiny_layers):
+    """Placed twice; its last token computed."""
     prompt = make_prompt(4)
-    prompt.spans[3] = prompt.spans[2] = prompt.spans[1]
+    if kind == "ends with a chunk":
+        prompt.spans.pop()
+    else:
+        prompt.spans[3] = prompt.spans[2] = prompt.spans[1]
     outcome = blend(tiny_layers("llama"), prompt, ratio)
     expected = Reference(stock_model("llama")).blend(prompt.reference_spans(), {1: ratio})
     torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
+    assert kind != "ends with a chunk" or outcome.recomputed == expected.selected
     if ratio == 1.0:
         torch.testing.assert_close(outcome.logits, full_prefill(stock_model("llama"), prompt.ids)[0], atol=ATOL, rtol=0)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(ratio, stock_model, tiny_layers):
-    prompt = make_prompt(5)
-    prompt.spans.pop()
-    outcome = blend(tiny_layers("llama"), prompt, ratio)
-    expected = Reference(stock_model("llama")).blend(prompt.reference_spans(), {1: ratio})
-    torch.testing.assert_close(outcome.logits, expected.logits, atol=ATOL, rtol=0)
-    assert outcome.recomputed == expected.selected
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 @pytest.mark.parametrize("question", [[], [5, 6, 7]])
 def test_a_prompt_of_one_exact_chunk_is_full_prefill(rule, question, stock_model, tiny_layers):
     prompt = Prompt([("prefix", random_ids(4, 1)), ("chunk", random_ids(20, 2)), ("text", question)])
-    outcome = blend(tiny_layers("qwen3"), prompt, 0.15, rule)
-    logits, kv = full_prefill(stock_model("qwen3"), prompt.ids)
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+    assert_full_prefill(blend(tiny_layers("qwen3"), prompt, 0.15, rule), stock_model("qwen3"), prompt)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3_scaling", "yarn", "phi3", "gemma", "granite", *LATENT])
@@ -418,16 +395,13 @@ def test_carrying_moves_neither_what_is_exact_nor_what_is_computed(hole, tiny_la
     if hole:
         prompt.spans[3] = ("missing", prompt.spans[3][1])
     outcome = blend(layers, prompt, 0.2, "ask")
-    monkeypatch.setitem(RULES, "ask", replace(RULES["ask"], carry=0.0))
+    monkeypatch.setitem(RULES, "ask", replace(RULES["ask"], drift_gain=0.0))
     without = blend(layers, prompt, 0.2, "ask")
     assert outcome.recomputed == without.recomputed
     exact = PREFIX + 12
-    for layer in range(layers.num_layers):
-        for mine, other in ((each.fused.keys(layer), each.fused.values(layer)) for each in (outcome, without)):
-            assert torch.isfinite(mine).all()
-            assert torch.isfinite(other).all()
-        assert torch.equal(outcome.fused.keys(layer)[:, :exact], without.fused.keys(layer)[:, :exact])
-        assert torch.equal(outcome.fused.values(layer)[:, :exact], without.fused.values(layer)[:, :exact])
+    for fused in (outcome.fused, without.fused):
+        assert all(torch.isfinite(kv).all() for layer in range(6) for kv in (fused.keys(layer), fused.values(layer)))
+    assert_same_rows(outcome.fused, without.fused, slice(exact))
     kept = [row for row in range(exact, exact + 20) if row not in outcome.recomputed]
     moved = outcome.fused.values(3)[:, kept] - without.fused.values(3)[:, kept]
     assert moved.abs().amax((0, 2)).min() > 1e-4, "each of those that are kept is moved"
@@ -459,9 +433,7 @@ def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tin
     whole, asked = (blend(layers, prompt, 0.15, rule, num_fused=last) for last in (None, end))
     assert asked.recomputed == whole.recomputed != []
     assert (asked.fused.length, asked.logits.numel()) == (end, 0)
-    for layer in range(layers.num_layers):
-        torch.testing.assert_close(asked.fused.keys(layer)[:, :end], whole.fused.keys(layer)[:, :end])
-        torch.testing.assert_close(asked.fused.values(layer)[:, :end], whole.fused.values(layer)[:, :end])
+    assert_same_rows(asked.fused, whole.fused, slice(end), atol=1e-5)
     if rule == "cacheblend":  # nothing is asked, so nothing is run behind the end
         assert asked.fused.keys(0)[:, end:].isnan().all()
         assert asked.result.rows_per_layer == whole.result.rows_per_layer
@@ -508,15 +480,13 @@ def test_gradual_filtering_agrees_with_the_independent_one(family, stock_model, 
     "shares", [{2: 0.3}, {5: 0.2}, {1: 0.6, 3: 0.2}, {1: 1.0, 2: 0.5, 5: 0.05}, {0: 0.4}, {1: 0.4, 4: 0.0}]
 )
 def test_several_check_layers_agree_with_the_independent_cacheblend(shares, stock_model, tiny_layers):
-    prompt, reference = make_prompt(9), Reference(stock_model("qwen2"))
+    prompt = make_prompt(9)
+    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
     # At layer 0 both see rounding noise instead of deviations, so only layers above it have an order to agree on.
     if 0 in shares:
-        outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
         assert len(outcome.recomputed) == 30  # ceil(0.4 * 74)
-        return
-    expected = reference.blend(prompt.reference_spans(), shares)
-    outcome = blend(tiny_layers("qwen2"), prompt, checks=tuple(CheckLayer(*item) for item in shares.items()))
-    assert_same_blend(outcome, expected)
+    else:
+        assert_same_blend(outcome, Reference(stock_model("qwen2")).blend(prompt.reference_spans(), shares))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -562,21 +532,15 @@ def test_the_exact_chunk_is_never_recomputed(family, ratio, tiny_layers):
     untouched, outcome = blend(layers, prompt, 0.0), blend(layers, prompt, ratio)
     exact = slice(0, PREFIX + CHUNKS[0])
     assert min(outcome.recomputed) >= exact.stop
-    for layer in range(layers.num_layers):
-        assert torch.equal(outcome.fused.keys(layer)[:, exact], untouched.fused.keys(layer)[:, exact])
-        assert torch.equal(outcome.fused.values(layer)[:, exact], untouched.fused.values(layer)[:, exact])
+    assert_same_rows(outcome.fused, untouched.fused, exact)
 
 
-def test_rules_without_deviation_run_only_the_chosen_tokens(tiny_layers):
-    outcome = blend(tiny_layers("llama"), make_prompt(15), 0.25, "random")
-    assert len(outcome.recomputed) == 19  # ceil(0.25 * 74)
-    assert outcome.result.rows_per_layer == [19.0] * 6
-
-
-def test_chosen_tokens_attend_like_those_of_the_independent_cacheblend(stock_model, tiny_layers):
+def test_rules_without_deviation_run_only_the_chosen_tokens_which_attend_as_in_the_reference(stock_model, tiny_layers):
     """The reference takes the selection as given: chosen tokens count as computed, the others as stored one by one."""
     prompt = make_prompt(17)
     outcome = blend(tiny_layers("llama"), prompt, 0.25, "random")
+    assert len(outcome.recomputed) == 19  # ceil(0.25 * 74)
+    assert outcome.result.rows_per_layer == [19.0] * 6
     chosen, spans = set(outcome.recomputed), []
     position = 0
     for span in prompt.reference_spans():
@@ -605,6 +569,13 @@ def test_rows_per_layer_charges_what_is_measured_and_the_layers_before_the_check
 # --- causality ---
 
 
+def perturb(placements: list[Placement], which: int) -> list[Placement]:
+    """The placements, one of them with other KV."""
+    kv = placements[which].kv
+    changed = MemoryKV(kv.header, tuple(LayerKV(keys + 1.0, values - 1.0) for keys, values in kv.layers))
+    return [each._replace(kv=changed) if each is placements[which] else each for each in placements]
+
+
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma", "qwen3_moe"])
 def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
@@ -612,21 +583,14 @@ def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
     layers, prompt = tiny_layers(family), make_prompt(19, (20, 24, 30))
     third = PREFIX + 20 + 24
 
-    def perturb(placements: list[Placement]) -> list[Placement]:
-        kv = placements[-1].kv
-        changed = tuple(LayerKV(keys + 1.0, values - 1.0) for keys, values in kv.layers)
-        return [*placements[:-1], placements[-1]._replace(kv=MemoryKV(kv.header, changed))]
-
     def rows_of_second_chunk(outcome: Outcome) -> list[int]:
         return [row for row in outcome.recomputed if row < third]
 
     # `random` does not look at the KV, so it selects the same tokens.
     before = blend(layers, prompt, ratio, "random")
-    after = blend(layers, prompt, ratio, "random", change=perturb)
+    after = blend(layers, prompt, ratio, "random", change=partial(perturb, which=-1))
     assert rows_of_second_chunk(before) == rows_of_second_chunk(after) != []
-    for layer in range(layers.num_layers):
-        assert torch.equal(before.fused.keys(layer)[:, :third], after.fused.keys(layer)[:, :third])
-        assert torch.equal(before.fused.values(layer)[:, :third], after.fused.values(layer)[:, :third])
+    assert_same_rows(before.fused, after.fused, slice(third))
     if ratio < 1:
         assert not torch.allclose(before.logits, after.logits, atol=1e-3)
 
@@ -634,14 +598,8 @@ def test_no_token_sees_a_later_one(family, ratio, tiny_layers):
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_selected_token_does_see_every_earlier_one(family, tiny_layers):
     layers, prompt = tiny_layers(family), make_prompt(20)
-
-    def perturb(placements: list[Placement]) -> list[Placement]:
-        kv = placements[0].kv
-        changed = tuple(LayerKV(keys, values + 1.0) for keys, values in kv.layers)
-        return [placements[0]._replace(kv=MemoryKV(kv.header, changed)), *placements[1:]]
-
     before = blend(layers, prompt, 0.3, "random")
-    after = blend(layers, prompt, 0.3, "random", change=perturb)
+    after = blend(layers, prompt, 0.3, "random", change=partial(perturb, which=0))
     for row in before.recomputed:
         assert (before.fused.values(3)[:, row] - after.fused.values(3)[:, row]).abs().max() > 1e-3
 

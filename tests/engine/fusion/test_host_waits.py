@@ -37,12 +37,8 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     checks = check_schedule(RULES[rule], 0.2, num_layers)
     plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
-    with (
-        LayerLoader(
-            placements, num_layers, layers.place_keys, fused, layers.device, together=True, movable=layers
-        ) as loader,
-        DeviceLooks() as seen,
-    ):
+    to = (num_layers, layers.place_keys, fused, layers.device)
+    with LayerLoader(placements, *to, together=True, movable=layers) as loader, DeviceLooks() as seen:
         fuse(layers, plan, fused, loader)
     return seen.places
 

@@ -64,6 +64,12 @@ def place(layer: int, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return keys + 10 * layer + 0.01 * rows[None, :, None]
 
 
+def first_layer(token_ids: torch.Tensor) -> LayerKV:
+    """Stands for the projection: keys and values that tell the tokens apart."""
+    keys = token_ids[None, :, None].float().expand(HEADS, -1, DIM)
+    return LayerKV(keys, -keys)
+
+
 def destination() -> FusedKV:
     fused = FusedKV.allocate([(HEADS, DIM, DIM)] * LAYERS, 20, torch.empty(0))
     for layer in range(LAYERS):
@@ -97,6 +103,13 @@ def eventually(claim: object) -> bool:
     return False
 
 
+def assert_same_kv(found: FusedKV, expected: FusedKV) -> None:
+    """Bit for bit, NaN where nothing was written included."""
+    for layer in range(LAYERS):
+        torch.testing.assert_close(found.keys(layer), expected.keys(layer), atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(found.values(layer), expected.values(layer), atol=0, rtol=0, equal_nan=True)
+
+
 def test_each_layer_is_placed_where_its_chunk_stands():
     kv = make_kv()
     fused, _ = load_all([Placement(kv, 7, exact=False)])
@@ -117,9 +130,7 @@ def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
     stored = [Placement(store.get(KEYS[0]), 2, exact=True), Placement(store.get(KEYS[1]), 9, exact=False)]
     threaded, layers = load_all(stored)
     assert [event.layer for event in layers.events] == list(range(LAYERS))
-    for layer in range(LAYERS):
-        torch.testing.assert_close(threaded.keys(layer), inline.keys(layer), atol=0, rtol=0, equal_nan=True)
-        torch.testing.assert_close(threaded.values(layer), inline.values(layer), atol=0, rtol=0, equal_nan=True)
+    assert_same_kv(threaded, inline)
 
 
 @pytest.mark.parametrize("starts", [(2,), (2, 7), (2, 9), (2, 7, 14), (0, 5, 10)])
@@ -128,9 +139,7 @@ def test_chunks_placed_together_stand_where_they_would_one_by_one(starts, make):
     placements = [Placement(make(str(seed) * 32, seed), start, exact=False) for seed, start in enumerate(starts)]
     alone, _ = load_all(placements)
     together, _ = load_all(placements, together=True)
-    for layer in range(LAYERS):
-        torch.testing.assert_close(together.keys(layer), alone.keys(layer), atol=0, rtol=0, equal_nan=True)
-        torch.testing.assert_close(together.values(layer), alone.values(layer), atol=0, rtol=0, equal_nan=True)
+    assert_same_kv(together, alone)
 
 
 def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_run(monkeypatch: pytest.MonkeyPatch):
@@ -154,16 +163,6 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
     assert written == [(layer, rows) for layer in range(LAYERS) for rows in (slice(1, 11), slice(13, 18))]
 
 
-def test_damage_among_chunks_placed_together_names_its_chunk():
-    placements = [
-        Placement(SlowKV(make_kv()), 0, exact=False),
-        Placement(SlowKV(make_kv(KEYS[1]), fail_at=2), 5, exact=False),
-    ]
-    with pytest.raises(DamagedEntryError) as caught:
-        load_all(placements, together=True)
-    assert caught.value.key == KEYS[1]
-
-
 def test_kv_in_memory_is_placed_without_a_thread():
     with loader([Placement(make_kv(), 0, exact=False)], destination()) as layers:
         assert loader_threads() == []
@@ -178,11 +177,13 @@ def test_one_slow_chunk_is_enough_to_read_in_the_background():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_depth_bounds_how_far_the_reader_is_ahead(depth):
-    slow = SlowKV(make_kv())
-    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth) as layers:
+@pytest.mark.parametrize("first_read", [0, 1])
+def test_depth_bounds_how_far_the_reader_is_ahead(depth, first_read):
+    """Layer 0 read, or computed."""
+    slow, computed = SlowKV(make_kv()), first_layer if first_read else None
+    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth, first_layer=computed) as layers:
         for waited in range(LAYERS):
-            expected = min(LAYERS, waited + depth)
+            expected = min(LAYERS, max(0, waited - first_read) + depth)
             assert eventually(lambda: len(slow.reads) == expected), "the reader does not run ahead"  # noqa: B023
             time.sleep(0.02)
             assert len(slow.reads) == expected, "the reader runs too far ahead"
@@ -198,15 +199,6 @@ def test_a_layer_is_complete_when_wait_returns():
             assert not fused.values(layer)[:, 3:8].isnan().any()
     assert layers.stall_s > 0.005
     assert layers.load_s >= LAYERS * 0.01
-
-
-@pytest.mark.parametrize("fail_at", [0, 3, LAYERS - 1])
-def test_a_readers_error_surfaces_in_wait(fail_at):
-    slow = SlowKV(make_kv(), fail_at=fail_at)
-    with pytest.raises(DamagedEntryError) as caught:
-        load_all([Placement(slow, 0, exact=False)])
-    assert caught.value.key == KEYS[0]
-    assert loader_threads() == []
 
 
 def test_a_damaged_file_surfaces_in_wait(tmp_path: Path):
@@ -231,12 +223,6 @@ def test_leaving_early_stops_the_reader():
         layers.wait(0)
     assert loader_threads() == []
     assert len(slow.reads) < LAYERS
-
-
-def test_an_error_in_the_fusor_stops_the_reader_and_passes_through():
-    with pytest.raises(ZeroDivisionError), loader([Placement(SlowKV(make_kv()), 0, exact=False)], destination()):
-        raise ZeroDivisionError
-    assert loader_threads() == []
 
 
 @pytest.mark.parametrize("make", [make_kv, lambda: SlowKV(make_kv())])
@@ -281,12 +267,6 @@ def test_a_timeline_says_when_each_layer_was_loaded_and_when_it_was_fused(make):
 # --- layer 0, computed instead of read ---
 
 
-def first_layer(token_ids: torch.Tensor) -> LayerKV:
-    """Stands for the projection: keys and values that tell the tokens apart."""
-    keys = token_ids[None, :, None].float().expand(HEADS, -1, DIM)
-    return LayerKV(keys, -keys)
-
-
 @pytest.mark.parametrize("together", [False, True])
 def test_layer_0_is_there_before_anything_was_read(together):
     kvs, fused = [SlowKV(make_kv(key, seed)) for seed, key in enumerate(KEYS)], destination()
@@ -329,24 +309,31 @@ def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fail_at", range(LAYERS))
-def test_damage_is_met_wherever_it_is(fail_at):
-    """Also in layer 0, which was computed: the entry is as damaged as any, and a miss from now on."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"together": True}, {"together": True, "first_layer": first_layer}],
+    ids=lambda options: "+".join(options),
+)
+def test_damage_is_met_wherever_it_is(fail_at, options):
+    """Also in layer 0 where it was computed: the entry is as damaged as any, and a miss from now on."""
     placements = [
         Placement(SlowKV(make_kv()), 0, exact=False),
         Placement(SlowKV(make_kv(KEYS[1]), fail_at=fail_at), 5, exact=False),
     ]
     with pytest.raises(DamagedEntryError) as caught:
-        load_all(placements, together=True, first_layer=first_layer)
+        load_all(placements, **options)
     assert caught.value.key == KEYS[1]
     assert loader_threads() == []
 
 
 @pytest.mark.parametrize("num_waited", [0, 1, LAYERS])
-def test_an_error_in_the_fusor_stops_the_reader_whatever_the_store_says_of_layer_0(num_waited):
-    slow = SlowKV(make_kv(), fail_at=0, delay_s=0.005)
+@pytest.mark.parametrize("options", [{}, {"first_layer": first_layer}], ids=["read", "computed"])
+def test_an_error_in_the_fusor_stops_the_reader_and_passes_through(num_waited, options):
+    """Also where layer 0 was computed, whatever the store says of it."""
+    slow = SlowKV(make_kv(), fail_at=0 if options else None, delay_s=0.005)
 
     def fail() -> None:
-        with loader([Placement(slow, 0, exact=False)], destination(), first_layer=first_layer) as layers:
+        with loader([Placement(slow, 0, exact=False)], destination(), **options) as layers:
             for layer in range(num_waited):
                 layers.wait(layer)
             raise ZeroDivisionError
@@ -355,18 +342,6 @@ def test_an_error_in_the_fusor_stops_the_reader_whatever_the_store_says_of_layer
         fail()
     assert loader_threads() == []
     assert num_waited == LAYERS or len(slow.reads) < LAYERS
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_depth_bounds_the_reader_that_starts_at_layer_1(depth):
-    slow = SlowKV(make_kv())
-    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth, first_layer=first_layer) as layers:
-        for waited in range(LAYERS):
-            expected = min(LAYERS, max(0, waited - 1) + depth)
-            assert eventually(lambda: len(slow.reads) == expected), "the reader does not run ahead"  # noqa: B023
-            time.sleep(0.02)
-            assert len(slow.reads) == expected, "the reader runs too far ahead"
-            layers.wait(waited)
 
 
 def test_what_is_in_memory_is_not_computed():

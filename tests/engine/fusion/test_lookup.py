@@ -80,8 +80,7 @@ def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(fami
 
 def test_a_similar_version_is_found_by_prompts_that_do_not_know_what_it_is_behind(tiny_engine):
     engine = tiny_engine("llama", context="similar")
-    for chunk in (A, B, C, SIMILAR):
-        engine.precompute(chunk)
+    list(engine.precompute_all((A, B, C, SIMILAR)))
     header = engine.store.get(engine.key(SIMILAR)).header
     assert sum(header.context) == len(header.prefix_ids) - len(engine.default_prefix_ids)
     assert engine.key(SIMILAR) == engine.key(Chunk(C.text, context="similar", context_texts=(B.text,))) != engine.key(C)

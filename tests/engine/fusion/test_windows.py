@@ -19,8 +19,9 @@ from test_fuse import (
     PREFIX,
     Outcome,
     Prompt,
+    assert_full_prefill,
     assert_same_blend,
-    assert_same_kv,
+    assert_same_rows,
     blend,
     full_prefill,
     make_prompt,
@@ -68,11 +69,8 @@ def test_ratio_one_is_full_prefill_from_half_a_window_to_four(family, windows, s
     layers, stock = tiny_layers(family), stock_model(family)
     prompt = prompt_of(round(40 * windows))
     with window_of(layers, stock, 40):
-        logits, kv = full_prefill(stock, prompt.ids)
         for rule in ("ask", "cacheblend"):
-            outcome = blend(layers, prompt, 1.0, rule)
-            torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-            assert_same_kv(outcome.fused, kv)
+            assert_full_prefill(blend(layers, prompt, 1.0, rule), stock, prompt)
 
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple)
@@ -91,10 +89,7 @@ def test_ratio_one_is_full_prefill_at_any_window(family, window, chunks, missing
     if missing < len(chunks):
         prompt.spans[1 + missing] = ("missing", prompt.spans[1 + missing][1])
     with window_of(layers, stock, window):
-        logits, kv = full_prefill(stock, prompt.ids)
-        outcome = blend(layers, prompt, 1.0, "random")
-    torch.testing.assert_close(outcome.logits, logits, atol=ATOL, rtol=0)
-    assert_same_kv(outcome.fused, kv)
+        assert_full_prefill(blend(layers, prompt, 1.0, "random"), stock, prompt)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -182,9 +177,7 @@ def test_a_recomputed_token_sees_its_window_only(family, stock_model, tiny_layer
         plain, outside = recompute((), 0.0), recompute(range(PREFIX, row + 1 - window), torch.nan)
         inside = recompute([row + 1 - window], 3.0)
     assert plain.recomputed == outside.recomputed == inside.recomputed == [row]
-    for layer in range(layers.num_layers):
-        assert torch.equal(plain.fused.keys(layer)[:, row], outside.fused.keys(layer)[:, row])
-        assert torch.equal(plain.fused.values(layer)[:, row], outside.fused.values(layer)[:, row])
+    assert_same_rows(plain.fused, outside.fused, row)
     assert (plain.fused.values(1)[:, row] - inside.fused.values(1)[:, row]).abs().max() > 1e-3
 
 

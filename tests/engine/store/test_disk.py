@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from test_chunk_file import as_bytes, assert_same, make_kv, run_threads, write
+from test_chunk_file import as_bytes, assert_same, flip, make_kv, note_reads, run_threads, write
 
 from ragblend.engine.store import chunk_file, disk
 from ragblend.engine.store.chunk_file import DiskKV
@@ -118,10 +118,7 @@ def test_an_entry_read_from_one_store_can_be_put_into_another(store: DiskStore, 
 def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
     kv = make_kv(num_layers=3)
     store.put(kv)
-    path = path_of(store, kv.header.key)
-    data = bytearray(path.read_bytes())
-    data[-kv.layer(2).nbytes - 1] ^= 1  # the last byte of layer 1
-    path.write_bytes(data)
+    flip(path_of(store, kv.header.key), -kv.layer(2).nbytes - 1)  # the last byte of layer 1
     found = store.get(kv.header.key)
     assert found is not None
     with pytest.raises(DamagedEntryError, match="layer 1 does not match its checksum") as caught:
@@ -140,17 +137,19 @@ def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptu
     path = path_of(store, kv.header.key)
     good = path.read_bytes()
     for position in range(len(good)):
-        for flip in (1 << position % 8, 0x20, 0xFF):  # 0x20 turns hexadecimal letters into capitals
+        for change in (1 << position % 8, 0x20, 0xFF):  # 0x20 turns hexadecimal letters into capitals
             damaged = bytearray(good)
-            damaged[position] ^= flip
+            damaged[position] ^= change
             path.write_bytes(damaged)
-            assert answer(store, kv) != "answer", f"byte {position} of {len(good)} flipped by {flip:#x} went unnoticed"
+            assert answer(store, kv) != "answer", (
+                f"byte {position} of {len(good)} flipped by {change:#x} went unnoticed"
+            )
     assert store.counters.num_damaged == 3 * len(good)
     path.write_bytes(good)
     assert answer(store, kv) == "answer"
 
 
-def test_every_truncation_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_truncation_and_trailing_bytes_are_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     kv = make_kv()
     store.put(kv)
@@ -159,17 +158,10 @@ def test_every_truncation_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureF
     for length in range(len(good)):
         path.write_bytes(good[:length])
         assert store.get(kv.header.key) is None, f"cut to {length} of {len(good)} bytes and still a hit"
-    assert store.counters.num_damaged == len(good)
-
-
-@pytest.mark.parametrize("tail", [b"\0", b"garbage" * 1000])
-def test_trailing_bytes_are_a_miss(store: DiskStore, tail: bytes) -> None:
-    kv = make_kv()
-    store.put(kv)
-    with path_of(store, kv.header.key).open("ab") as stream:
-        stream.write(tail)
-    assert store.get(kv.header.key) is None
-    assert store.counters.num_damaged == 1
+    for tail in (b"\0", b"garbage" * 1000):
+        path.write_bytes(good + tail)
+        assert store.get(kv.header.key) is None
+    assert store.counters.num_damaged == len(good) + 2
 
 
 def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,8 +231,7 @@ def test_a_directory_in_place_of_the_file_is_a_miss(store: DiskStore) -> None:
 def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    with path_of(store, kv.header.key).open("r+b") as stream:
-        stream.write(b"\xff")
+    flip(path_of(store, kv.header.key), 0, 0xFF)
     assert store.get(kv.header.key) is None
     assert [(result.key, result.ok) for result in store.verify()] == [(kv.header.key, False)]
     assert list(store.keys()) == []
@@ -252,9 +243,7 @@ def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
 def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store: DiskStore) -> None:
     kv = make_kv()
     store.put(kv)
-    with path_of(store, kv.header.key).open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        stream.write(b"\x55" if as_bytes(kv.layer(1).values)[-1] != 0x55 else b"\xaa")
+    flip(path_of(store, kv.header.key), -1)
     found = store.get(kv.header.key)
     assert found is not None
     store.put(kv)
@@ -276,20 +265,27 @@ def test_a_name_that_is_not_a_key_never_becomes_a_path(store: DiskStore, key: st
 # --- readers that hold an entry ---
 
 
-def test_a_held_entry_survives_deletion_and_replacement(store: DiskStore) -> None:
+def test_a_held_entry_survives_replacement_deletion_and_gc(store: DiskStore) -> None:
     kv = make_kv()
     other = MemoryKV(kv.header, tuple(LayerKV(k + 1, v + 1) for k, v in make_kv(9).layers))
     store.put(kv)
     held = store.get(kv.header.key)
+    assert isinstance(held, DiskKV)
     store.put(other)
     assert_same(held, kv)
     assert_same(store.get(kv.header.key), other)
     assert store.delete(kv.header.key)
-    assert_same(held, kv)
     assert not store.delete(kv.header.key)
+    assert_same(held, kv)
+    store.put(kv)
+    collected = store.get(kv.header.key)
+    assert store.gc(max_bytes=0).evicted == (kv.header.key,)
+    assert_same(collected, kv)
 
 
-def test_no_descriptor_left_is_a_miss_not_a_crash(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv = make_kv()
     store.put(kv)
 
@@ -300,6 +296,9 @@ def test_no_descriptor_left_is_a_miss_not_a_crash(store: DiskStore, monkeypatch:
         patched.setattr(os, "open", refuse)
         assert store.get(kv.header.key) is None
     assert_same(store.get(kv.header.key), kv)
+    assert_same(store.get(kv.header.key), kv)
+    counters = store.counters
+    assert (counters.num_hits, counters.num_misses, counters.num_puts, counters.num_damaged) == (2, 1, 1, 0)
 
 
 # --- writers ---
@@ -545,38 +544,9 @@ def test_listing_counts_entries_and_ignores_what_is_not_one(store: DiskStore) ->
     assert store.header("f" * 32) is None
 
 
-def test_counters_tell_hits_misses_and_puts(store: DiskStore) -> None:
-    kv = make_kv()
-    store.get(kv.header.key)
-    store.put(kv)
-    store.get(kv.header.key)
-    store.get(kv.header.key)
-    counters = store.counters
-    assert (counters.num_hits, counters.num_misses, counters.num_puts, counters.num_damaged) == (2, 1, 1, 0)
-
-
-def test_last_use_is_noted_once_a_minute(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = make_kv()
-    store.put(kv)
-    path = path_of(store, kv.header.key)
-    os.utime(path, (0, 1000))
-    calls: list[int | Path] = []
-    utime = os.utime
-
-    def counting(target: int | Path) -> None:
-        calls.append(target)
-        utime(target)
-
-    monkeypatch.setattr(os, "utime", counting)
-    for _ in range(5):
-        store.get(kv.header.key)
-        store.touch(kv.header.key)
-    assert len(calls) == 1
-    assert time.time() - path.stat().st_mtime < 60
-    store.touch("f" * 32)  # gone meanwhile
-
-
-def test_last_use_on_disk_is_never_off_by_more_than_a_minute(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_use_is_noted_once_a_minute_and_never_off_by_more(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv = make_kv()
     store.put(kv)
     path = path_of(store, kv.header.key)
@@ -587,58 +557,40 @@ def test_last_use_on_disk_is_never_off_by_more_than_a_minute(store: DiskStore, m
     monkeypatch.setattr(disk.os, "utime", lambda target: (noted.append(now_s), real_utime(target, (now_s, now_s))))
     for after_s in (0, 1, 59, 61, 90, 120, 122, 130):
         now_s = written_s + after_s
+        store.get(kv.header.key)
         store.touch(kv.header.key)
         assert abs(now_s - path.stat().st_mtime) <= 60
     assert noted == [written_s + 61, written_s + 122]
     now_s = written_s - 3600  # the clock was set back: the time on disk lies ahead, and is put right at once
     store.touch(kv.header.key)
     assert path.stat().st_mtime == pytest.approx(now_s)
+    store.touch("f" * 32)  # gone meanwhile
 
 
-def test_a_use_that_a_faster_tier_reports_does_not_ask_the_disk_every_time(
+def test_a_use_that_a_faster_tier_reports_does_not_ask_the_disk_every_time_and_few_are_remembered(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = make_kv()
-    store.put(kv)
-    store.touch(kv.header.key)
-    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked"))
-    for _ in range(3):
-        store.touch(kv.header.key)
-
-
-def test_the_times_remembered_are_bounded(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "TOUCHES_KEPT", 4)
     for seed in range(10):
         store.put(kv := make_kv(seed))
         store.touch(kv.header.key)
         assert len(store._touch_due_s) <= 4
+    monkeypatch.setattr(Path, "stat", lambda *_args, **_options: pytest.fail("the disk was asked"))
+    for _ in range(3):
+        store.touch(kv.header.key)
 
 
 def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     kvs = [make_kv(seed, num_layers=3) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
-    read_bytes: list[int] = []
-    preadv = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        read_bytes.append(preadv(fd, buffers, offset))
-        return read_bytes[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
+    reads = note_reads(monkeypatch)
     assert all(result.ok for result in store.verify())
-    assert sum(read_bytes) == store.nbytes()
-    path = path_of(store, kvs[0].header.key)
-    with path.open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        last = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_END)
-        stream.write(bytes([last ^ 4]))
+    assert sum(count for _, count in reads) == store.nbytes()
+    flip(path_of(store, kvs[0].header.key), -1)
     for prefix in ("", "quarantined: "):  # found, and found again
-        bad = [result for result in store.verify() if not result.ok]
-        assert [tuple(result) for result in bad] == [
-            (kvs[0].header.key, False, f"{prefix}layer 2 does not match its checksum")
-        ]
+        bad = [tuple(result) for result in store.verify() if not result.ok]
+        assert bad == [(kvs[0].header.key, False, f"{prefix}layer 2 does not match its checksum")]
     assert store.delete(kvs[0].header.key)
     assert [result.ok for result in store.verify()] == [True, True]
 
@@ -711,12 +663,3 @@ def test_gc_removes_damaged_files_and_leftovers(store: DiskStore) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     with pytest.raises(UsageError, match="max_bytes is -1"):
         store.gc(-1)
-
-
-def test_an_entry_collected_while_it_is_held_stays_readable(store: DiskStore) -> None:
-    kv = make_kv()
-    store.put(kv)
-    held = store.get(kv.header.key)
-    assert isinstance(held, DiskKV)
-    assert store.gc(max_bytes=0).evicted == (kv.header.key,)
-    assert_same(held, kv)

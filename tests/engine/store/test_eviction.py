@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chunk_file import run_threads
 from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.errors import StoreFullError
-
-SIZE = make_kv().nbytes
 
 
 def file_bytes(kv: MemoryKV, tmp_path: Path) -> int:
@@ -270,21 +268,12 @@ def test_a_reader_keeps_what_is_evicted_under_it(tmp_path: Path, counted: Callab
 def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> None:
     size = file_bytes(make_kv(), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=5 * size + size // 2)
-    failures: list[BaseException] = []
 
-    def work(first: int) -> None:
-        try:
-            for seed in range(first, first + 10):
-                store.put(kv := make_kv(seed))
-                if (found := store.get(kv.header.key)) is not None:
-                    assert_same(found, kv)
-        except BaseException as error:
-            failures.append(error)
+    def work(number: int) -> None:
+        for seed in range(100 * number, 100 * number + 10):
+            store.put(kv := make_kv(seed))
+            if (found := store.get(kv.header.key)) is not None:
+                assert_same(found, kv)
 
-    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    run_threads(4, work)
     assert store.nbytes() <= store.capacity_bytes  # type: ignore[operator]

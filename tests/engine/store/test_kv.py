@@ -73,16 +73,13 @@ def test_a_value_does_not_change() -> None:
         kv.header.key = "other"  # type: ignore[misc]
 
 
-def test_in_memory_reads_every_layer_once() -> None:
+def test_in_memory_reads_every_layer_once_and_passes_damage_on() -> None:
     lazy = LazyKV()
     kv = load_into_memory(lazy)
     assert lazy.asked == [0, 1]
     assert kv.header is HEADER
     assert torch.equal(kv.layer(1).values, layer().values)
     assert load_into_memory(kv) is kv
-
-
-def test_in_memory_passes_damage_on() -> None:
     with pytest.raises(DamagedEntryError, match="layer 1"):
         load_into_memory(LazyKV(broken=1))
 

@@ -238,8 +238,7 @@ def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
     full = logits(engine, 1.0, "full")
     path = tmp_path / engine.key(CHUNKS[1])[:2] / f"{engine.key(CHUNKS[1])}.safetensors"
     for layer in range(engine.layers.num_layers):
-        for chunk in CHUNKS:
-            engine.precompute(chunk)
+        list(engine.precompute_all(CHUNKS))
         data = bytearray(path.read_bytes())
         kv = engine.store.get(engine.key(CHUNKS[1]))
         offset = len(data) - kv.nbytes + layer * kv.nbytes // kv.header.num_layers + 3

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 from servers import RedisNodes, RedisServer, TcpProxy, free_port, running_redis
+from test_chunk_file import run_threads
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -41,6 +42,13 @@ def eventually(store: RemoteStore, kv: MemoryKV) -> None:
     """It comes, once the breaker has let requests in again; a busy machine may be late once more."""
     wait_until(lambda: store.get(kv.header.key, kv.header.token_ids) is not None)
     wait_until(lambda: (found := store.get(kv.header.key)) is not None and assert_same(found, kv) is None)
+
+
+def put_all(store: RemoteStore, *kvs: MemoryKV) -> None:
+    """Put them, and wait until they are there."""
+    for kv in kvs:
+        store.put(kv)
+    assert store.flush(30)
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +127,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 
 def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -> None:
     store, kvs = place(), [make_kv(seed, tokens=1 + 40 * seed) for seed in range(3)]
-    for kv in kvs:
-        store.put(kv)
-    assert store.flush(30)
+    put_all(store, *kvs)
     other = place()
     for kv in kvs:
         assert_same(other.get(kv.header.key, kv.header.token_ids), kv)
@@ -134,9 +140,7 @@ def test_what_was_put_comes_back_bit_for_bit(place: Callable[[], RemoteStore]) -
 def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CONTAINS_BATCH", 7)
     store, kvs = place(), [make_kv(seed) for seed in range(12)]
-    for kv in kvs:
-        store.put(kv)
-    assert store.flush(30)
+    put_all(store, *kvs)
     keys = [kv.header.key for kv in kvs]
     asked = [*keys, *(f"{number:032x}" for number in range(10)), keys[0]]
     store.put(waiting := make_kv(99))  # on its way there, perhaps
@@ -149,8 +153,7 @@ def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], m
 
 def test_deleted_entries_are_gone_for_everybody(place: Callable[[], RemoteStore]) -> None:
     store, kv = place(), make_kv()
-    store.put(kv)
-    assert store.flush(30)
+    put_all(store, kv)
     assert place().delete(kv.header.key)
     assert not store.contains(kv.header.key)
     assert store.get(kv.header.key) is None
@@ -161,8 +164,7 @@ def test_its_values_are_the_disk_tiers_files(place: Callable[[], RemoteStore], t
     store, kv = place(), make_kv()
     disk = DiskStore(tmp_path / "disk", fsync=False)
     disk.put(kv)
-    store.put(kv)
-    assert store.flush(30)
+    put_all(store, kv)
     assert store.values.get(kv.header.key) == next(disk.root.glob("??/*.safetensors")).read_bytes()
 
 
@@ -184,15 +186,13 @@ def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
         counters = store.counters
         assert (counters.num_misses, counters.num_damaged, counters.num_failures) == (number, number, 0)
         assert not store.contains(kv.header.key), "an ingestion must not take it for stored"
-    store.put(kv)
-    assert store.flush(30)
+    put_all(store, kv)
     assert_same(place().get(kv.header.key), kv)
 
 
 def test_other_token_ids_are_a_miss(place: Callable[[], RemoteStore]) -> None:
     store, kv = place(), make_kv()
-    store.put(kv)
-    assert store.flush(30)
+    put_all(store, kv)
     assert place().get(kv.header.key, [1, 2, 3, 4]) is None
     assert_same(place().get(kv.header.key, kv.header.token_ids), kv)
 
@@ -216,11 +216,7 @@ def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back() -> No
     assert (store.counters.num_failures, store.counters.num_misses) == (3, 10)
     assert store.breaker.num_opened == 1
     values.is_down = False
-
-    def is_back() -> bool:
-        return store.get(kv.header.key) is not None
-
-    wait_until(is_back)
+    eventually(store, kv)
     assert values.calls.count("ping") >= 1
 
 
@@ -241,37 +237,25 @@ def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path: Path) -> N
     nodes = RedisNodes(tmp_path)
     nodes.start()
     try:
-        store, kvs = (
-            RemoteStore(open_remote(nodes.url).values, breaker=quick_breaker()),
-            [make_kv(at) for at in range(24)],
-        )
-        for kv in kvs:
-            store.put(kv)
-        assert store.flush(30)
+        kvs = [make_kv(at) for at in range(24)]
+        store = RemoteStore(open_remote(nodes.url).values, breaker=quick_breaker())
+        put_all(store, *kvs)
         at_last = redis.Redis(port=nodes.last.port).dbsize()
         assert 0 < at_last < len(kvs)
         wait_until(lambda: redis.Redis(port=nodes.last.port).wait(1, 1000) == 1)  # the replica has them
         nodes.last.kill()
-        assert (
-            sum(store.get(kv.header.key) is not None for kv in kvs) <= len(kvs) - at_last
-        )  # and no more is asked of it
+        num_found = sum(store.get(kv.header.key) is not None for kv in kvs)
+        assert num_found <= len(kvs) - at_last  # and no more is asked of it
         for kv in kvs:
             eventually(store, kv)
         assert sorted(store.keys()) == sorted(kv.header.key for kv in kvs)
         nodes.kill()
         assert store.get(kvs[0].header.key) is None
         nodes.start()  # empty, at the same ports
-        store.put(kvs[0])
-        assert store.flush(30)
+        put_all(store, kvs[0])
         eventually(store, kvs[0])
     finally:
         nodes.kill()
-
-
-def test_what_a_cluster_has_not_is_refused() -> None:
-    for url in ("redis+cluster://localhost:7000/3", "rediss+cluster://localhost:abc"):
-        with pytest.raises(UsageError, match="redis\\+cluster://HOST:PORT"):
-            open_remote(url)
 
 
 def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server: RedisServer) -> None:
@@ -333,9 +317,7 @@ def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_ge
     url, limit_s = f"redis://127.0.0.1:{proxy.port}/2", 1.0
     kvs = [make_kv(seed, tokens=30) for seed in range(8)]
     writer = open_remote(redis_server.url.replace("/0", "/2"))
-    for kv in kvs:
-        writer.put(kv)
-    assert writer.flush(30)
+    put_all(writer, *kvs)
     values = RedisValues(url, limit_s)
     store = RemoteStore(values, timeout_s=limit_s, breaker=quick_breaker())
     proxy.mode, proxy.cut_after = mode, 100
@@ -359,9 +341,7 @@ def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, mo
     """500 to everything, bodies cut short, silence, closed connections: 6 gets each, then the line is mended."""
     kvs = [make_kv(seed, tokens=100) for seed in range(6)]
     writer = open_remote("s3://tests/kv", timeout_s=60)
-    for kv in kvs:
-        writer.put(kv)
-    assert writer.flush(30)
+    put_all(writer, *kvs)
     store = open_remote("s3://tests/kv", timeout_s=1.0)
     store.breaker = quick_breaker()
     s3.mode, s3.cut_after = mode, 2000
@@ -383,8 +363,7 @@ def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3: TcpProxy, ca
     assert not status.reachable
     assert "nobody" in status.problem
     assert store.get("a" * 32) is None
-    store.put(make_kv())
-    assert store.flush(30)
+    put_all(store, make_kv())
     assert store.counters.num_dropped == 1
     assert "does not exist" in caplog.text
     assert "ragblend push --remote s3://nobody/kv" in caplog.text
@@ -395,9 +374,7 @@ def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path: Path, caplog:
     server.start("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     store = open_remote(server.url)
     kvs = [make_kv(seed, tokens=4000) for seed in range(8)]  # 0.5 MB each
-    for kv in kvs:
-        store.put(kv)
-    assert store.flush(30)
+    put_all(store, *kvs)
     assert 1 <= store.counters.num_dropped < 8
     assert "allkeys-lru" in caplog.text
     assert store.breaker.is_closed
@@ -427,11 +404,7 @@ def test_requests_that_share_a_chunk_fetch_it_once() -> None:
     values.data[kv.header.key] = encode_chunk(kv)
     store = RemoteStore(values)
     found: list[MemoryKV | None] = []
-    threads = [threading.Thread(target=lambda: found.append(store.get(kv.header.key))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(8, lambda _: found.append(store.get(kv.header.key)))
     assert [part is found[0] for part in found] == [True] * 8
     assert values.calls.count("get") == 1
     store.close()
@@ -452,22 +425,24 @@ def test_a_requests_chunks_come_side_by_side() -> None:
 # --- URLs ---
 
 
-def test_nothing_is_asked_before_it_is_needed() -> None:
-    store = open_remote(f"redis://127.0.0.1:{free_port()}/0")
-    assert store.counters.num_failures == 0
-    assert not store.status().reachable
-
-
 @pytest.mark.parametrize("url", ["", "kv/", "redis", "redis://host:port/0", "nosuch://bucket/kv"])
 def test_what_is_no_url_is_named_with_what_to_type(url: str) -> None:
     with pytest.raises(UsageError, match=r"redis://HOST|s3://BUCKET"):
         open_remote(url)
 
 
-def test_passwords_stay_out_of_messages() -> None:
+@pytest.mark.parametrize("url", ["redis+cluster://localhost:7000/3", "rediss+cluster://localhost:abc"])
+def test_what_a_cluster_has_not_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"redis\+cluster://HOST:PORT"):
+        open_remote(url)
+
+
+def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed() -> None:
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
     assert redact(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
-    status = open_remote(url).status()
+    store = open_remote(url)
+    assert store.counters.num_failures == 0
+    status = store.status()
     assert not status.reachable
     assert "geheim" not in str(status)
 
@@ -476,8 +451,7 @@ def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisS
     client = redis.Redis.from_url(redis_server.url.replace("/0", "/3"))
     client.set("session:1", "somebody's")
     store, kv = open_remote(redis_server.url.replace("/0", "/3")), make_kv()
-    store.put(kv)
-    assert store.flush(30)
+    put_all(store, kv)
     assert list(store.keys()) == [kv.header.key]
     assert client.exists(PREFIX + kv.header.key)
     store.delete(kv.header.key)

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chunk_file import flip, note_reads, run_threads
+from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.disk import DiskKV, DiskStore
-from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier, format_bytes, parse_bytes
 from ragblend.errors import DamagedEntryError, StoreFullError, UsageError
-
-
-def make_kv(seed: int = 0, tokens: int = 4, num_layers: int = 2) -> MemoryKV:
-    generator = torch.Generator().manual_seed(seed)
-    token_ids = tuple(range(tokens))
-    layers = tuple(
-        LayerKV(torch.randn(2, tokens, 4, generator=generator), torch.randn(2, tokens, 4, generator=generator))
-        for _ in range(num_layers)
-    )
-    namespace = f"tests-{seed}"
-    key = chunk_key("model", (), token_ids, namespace)
-    return MemoryKV(KVHeader(key, "model", (), token_ids, num_layers, "float32", namespace), layers)
-
-
-def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
-    assert got is not None
-    assert got.header == expected.header
-    assert got.nbytes == expected.nbytes
-    for index, (keys, values) in enumerate(expected.layers):
-        assert torch.equal(got.layer(index).keys, keys)
-        assert torch.equal(got.layer(index).values, values)
 
 
 def read_all(kv: ChunkKV | None) -> None:
@@ -46,11 +25,7 @@ def read_all(kv: ChunkKV | None) -> None:
 
 
 def damage_last_byte(store: DiskStore, key: str) -> None:
-    with (store.root / key[:2] / f"{key}.safetensors").open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        last = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_END)
-        stream.write(bytes([last ^ 1]))
+    flip(store.root / key[:2] / f"{key}.safetensors", -1)
 
 
 @pytest.fixture
@@ -98,22 +73,15 @@ def test_memory_behaves_like_a_list_ordered_by_use(capacity: int, steps: list[tu
     assert store.counters.num_evicted == num_evicted
 
 
-def test_memory_returns_what_was_put() -> None:
+def test_memory_returns_what_was_put_and_refuses_other_token_ids(caplog: pytest.LogCaptureFixture) -> None:
     store, kv = MemoryStore(10_000), make_kv()
     store.put(kv)
-    assert_same(store.get(kv.header.key, list(kv.header.token_ids)), kv)
     assert store.get("f" * 32) is None
-    counters = store.counters
-    assert (counters.num_hits, counters.num_misses, counters.num_puts) == (1, 1, 1)
-
-
-def test_memory_refuses_other_token_ids(caplog: pytest.LogCaptureFixture) -> None:
-    store, kv = MemoryStore(10_000), make_kv()
-    store.put(kv)
     assert store.get(kv.header.key, [9, 9, 9, 9]) is None
     assert "token ids differ" in caplog.text
-    assert (store.counters.num_misses, store.counters.num_damaged) == (1, 1)
-    assert_same(store.get(kv.header.key), kv)
+    assert_same(store.get(kv.header.key, list(kv.header.token_ids)), kv)
+    counters = store.counters
+    assert (counters.num_hits, counters.num_misses, counters.num_puts, counters.num_damaged) == (1, 2, 1, 1)
 
 
 def test_memory_does_not_keep_what_a_slice_was_cut_from() -> None:
@@ -151,34 +119,21 @@ def test_a_written_into_entry_is_dropped_never_answered(
 
 def test_memory_is_safe_to_share_between_threads() -> None:
     kvs = [make_kv(seed) for seed in range(6)]
-    store, failures = MemoryStore(3 * kvs[0].nbytes), []
+    store = MemoryStore(3 * kvs[0].nbytes)
 
-    def work() -> None:
-        try:
-            for round_ in range(100):
-                kv = kvs[round_ % 6]
-                found = store.get(kv.header.key)
-                if found is None:
-                    store.put(kv)
-                else:
-                    assert_same(found, kv)
-                if round_ % 17 == 0:
-                    store.delete(kv.header.key)
-        except BaseException as error:
-            failures.append(error)
+    def work(_: int) -> None:
+        for round_ in range(100):
+            kv = kvs[round_ % 6]
+            found = store.get(kv.header.key)
+            if found is None:
+                store.put(kv)
+            else:
+                assert_same(found, kv)
+            if round_ % 17 == 0:
+                store.delete(kv.header.key)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_threads(6, work)
     assert store.nbytes() == kvs[0].nbytes * len(list(store.keys())) <= store.capacity_bytes
-
-
-def test_a_negative_capacity_is_refused() -> None:
-    with pytest.raises(UsageError, match="capacity_bytes is -1"):
-        MemoryStore(-1)
 
 
 # --- tiers ---
@@ -190,7 +145,8 @@ def test_put_writes_through_to_every_tier(disk: DiskStore) -> None:
     tiers.put(kv)
     assert_same(memory.get(kv.header.key), kv)
     assert_same(disk.get(kv.header.key), kv)
-    assert list(tiers.keys()) == [kv.header.key]
+    disk.put(below := make_kv(2))
+    assert sorted(tiers.keys()) == sorted([kv.header.key, below.header.key]), "each once"
     assert tiers.nbytes() == memory.nbytes() + disk.nbytes()
     assert tiers.counters.num_puts == 1
 
@@ -226,16 +182,9 @@ def test_streaming_through_tiers_reads_one_layer_at_a_time(disk: DiskStore, monk
     disk.put(kv)
     found = TieredStore(MemoryStore(10_000), disk).get(kv.header.key)
     assert found is not None
-    read_bytes: list[int] = []
-    preadv = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        read_bytes.append(preadv(fd, buffers, offset))
-        return read_bytes[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
+    reads = note_reads(monkeypatch)
     found.layer(3)
-    assert read_bytes == [kv.layer(3).nbytes]
+    assert [count for _, count in reads] == [kv.layer(3).nbytes]
 
 
 def test_an_entry_written_into_while_it_was_streamed_does_not_move_up(disk: DiskStore) -> None:
@@ -322,17 +271,11 @@ def test_a_hit_in_memory_counts_as_a_use_on_disk(disk: DiskStore) -> None:
     assert disk.gc(max_bytes=disk.nbytes() - 1).evicted == (cold.header.key,)
 
 
-def test_keys_of_all_tiers_come_once(disk: DiskStore) -> None:
-    memory, both, below = MemoryStore(10_000), make_kv(1), make_kv(2)
-    tiers = TieredStore(memory, disk)
-    tiers.put(both)
-    disk.put(below)
-    assert sorted(tiers.keys()) == sorted([both.header.key, below.header.key])
-
-
-def test_no_tier_is_a_usage_error() -> None:
+def test_no_tier_and_a_negative_capacity_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="at least one"):
         TieredStore()
+    with pytest.raises(UsageError, match="capacity_bytes is -1"):
+        MemoryStore(-1)
 
 
 # --- sizes ---

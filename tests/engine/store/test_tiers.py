@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import free_port
+from test_chunk_file import run_threads
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.chunk_file import DiskKV
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
+from ragblend.engine.store.kv import ChunkKV, LayerKV, MemoryKV, StoredLayer, dequantized
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -112,10 +112,9 @@ def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_t
     writer.put(kv)
     assert writer.flush(10)
     slow = threading.Event()
-    put, tiers_put = tiers.disk.put, []
+    put = tiers.disk.put
 
     def slow_put(chunk: ChunkKV) -> None:
-        tiers_put.append(chunk)
         slow.wait(10)
         put(chunk)
 
@@ -171,21 +170,8 @@ def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypa
     counting = CountingKV(kv)
     tiers.disk.put(kv)
     monkeypatch.setattr(tiers.disk, "get", lambda key, token_ids=None: counting)
-    failures: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            assert_same(tiers.store.get(kv.header.key, kv.header.token_ids), kv)
-        except BaseException as error:
-            failures.append(error)
-
     held = tiers.store.get(kv.header.key)  # the first request has begun
-    threads = [threading.Thread(target=read) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    run_threads(6, lambda _: assert_same(tiers.store.get(kv.header.key, kv.header.token_ids), kv))
     assert_same(held, kv)
     assert sorted(counting.reads) == [0, 1, 2, 3, 4]
     assert tiers.memory.contains(kv.header.key)
@@ -226,18 +212,6 @@ def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers: Tiers) -> 
     for kv in (here, near, far):
         assert_same(tiers.store.get(kv.header.key), kv)
     assert tiers.values.calls.count("get") == 1
-
-
-def test_the_disk_still_streams_layer_by_layer(tiers: Tiers) -> None:
-    kv = make_kv(num_layers=4)
-    tiers.disk.put(kv)
-    found = tiers.store.get(kv.header.key)
-    assert found is not None
-    found.layer(0)
-    assert not tiers.memory.contains(kv.header.key)
-    assert isinstance(tiers.disk.get(kv.header.key), DiskKV)
-    load_into_memory(found)
-    assert tiers.memory.contains(kv.header.key)
 
 
 # --- a remote that is down ---
@@ -313,8 +287,7 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
     values = DictValues()
     first = tiny_engine(store=TieredStore(MemoryStore(1 << 26), RemoteStore(values)))
     chunks = ["the first chunk of the theory", "another chunk: that is the question"]
-    for chunk in chunks:
-        first.precompute(chunk)
+    list(first.precompute_all(chunks))
     first.close()
     assert len(values.data) == 2
     second = tiny_engine(store=Tiers(tmp_path / "kv", 1 << 26, values).store)

@@ -37,6 +37,12 @@ class Gate:
             raise error
         self.written.append(kv.header.key)
 
+    def let_through(self, queue: WriteQueue) -> list[str]:
+        """Open it; what was written once the queue is empty."""
+        self.opened.set()
+        assert queue.flush(10)
+        return self.written
+
 
 def test_what_is_queued_is_written_in_order_and_seen_meanwhile() -> None:
     gate, kvs = Gate(), [make_kv(seed) for seed in range(3)]
@@ -46,9 +52,7 @@ def test_what_is_queued_is_written_in_order_and_seen_meanwhile() -> None:
     assert [queue.peek(kv.header.key) for kv in kvs] == kvs
     assert queue.nbytes == sum(kv.nbytes for kv in kvs)
     assert not queue.flush(0.01)
-    gate.opened.set()
-    assert queue.flush(10)
-    assert gate.written == [kv.header.key for kv in kvs]
+    assert gate.let_through(queue) == [kv.header.key for kv in kvs]
     assert (queue.nbytes, queue.num_dropped, queue.peek(kvs[0].header.key)) == (0, 0, None)
 
 
@@ -60,9 +64,7 @@ def test_a_full_queue_drops_and_counts_without_waiting(caplog: pytest.LogCapture
     assert time.perf_counter() - start_s < 1
     assert (queue.num_dropped, queue.nbytes) == (8, queue.capacity_bytes)
     assert "not written by test" in caplog.text
-    gate.opened.set()
-    assert queue.flush(10)
-    assert len(gate.written) == 2
+    assert len(gate.let_through(queue)) == 2
 
 
 def test_the_latest_of_a_key_is_written_once() -> None:
@@ -73,9 +75,7 @@ def test_the_latest_of_a_key_is_written_once() -> None:
     for _ in range(5):
         queue.put(kv)
     assert queue.nbytes == first.nbytes + kv.nbytes
-    gate.opened.set()
-    assert queue.flush(10)
-    assert gate.written == [first.header.key, kv.header.key]
+    assert gate.let_through(queue) == [first.header.key, kv.header.key]
 
 
 def test_what_an_unreachable_target_did_not_take_stays_owed_a_refusal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +85,7 @@ def test_what_an_unreachable_target_did_not_take_stays_owed_a_refusal_does_not(m
     queue = WriteQueue(gate, 10_000, "test")
     for kv in kvs:
         queue.put(kv)
-    gate.opened.set()
-    assert queue.flush(10)
-    assert sorted(gate.written) == sorted(kv.header.key for kv in kvs)
+    assert sorted(gate.let_through(queue)) == sorted(kv.header.key for kv in kvs)
     assert (queue.num_dropped, queue.nbytes) == (0, 0)
     failures.append(StoreFullError("full"))
     queue.put(make_kv(3))
@@ -137,9 +135,7 @@ def test_what_finds_no_room_is_read_back_at_its_turn(caplog: pytest.LogCaptureFi
     queue.read_back = stored.get
     assert all(queue.put(kv) for kv in kvs)
     assert (queue.num_waiting, queue.nbytes, queue.peek(kvs[9].header.key)) == (10, queue.capacity_bytes, None)
-    gate.opened.set()
-    assert queue.flush(10)
-    assert gate.written == list(stored)
+    assert gate.let_through(queue) == list(stored)
     assert (queue.num_dropped, queue.nbytes) == (1, 0)
     assert "no longer stored here; push it" in caplog.text
 
@@ -152,8 +148,7 @@ def test_the_number_of_chunks_that_wait_is_bounded(monkeypatch: pytest.MonkeyPat
     queue.put(kvs[0])
     gate.entered.wait()
     assert [queue.put(kv) for kv in kvs[1:]] == [True, True, True, False, False]
-    gate.opened.set()
-    assert queue.flush(10)
+    gate.let_through(queue)
     assert queue.num_dropped == 2
 
 

@@ -82,8 +82,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, base: Path, 
     model.save_pretrained(tmp_path)
     with load_engine(str(base), adapter=tmp_path, on_miss="inline") as engine:
         ids = torch.tensor([engine.segmenter.tokenize(PROMPT).token_ids])
-        for chunk in PROMPT.chunks:
-            engine.precompute(chunk)
+        list(engine.precompute_all(PROMPT.chunks))
         full = engine.generate(PROMPT, mode="full", max_tokens=12).token_ids
         blended = engine.generate(PROMPT, recompute_ratio=1.0, max_tokens=12)
         found = engine.layers.full_prefill(ids[0])[0]
@@ -100,8 +99,7 @@ def test_kv_of_base_and_adapter_never_mix(base: Path, adapter: Path, tmp_path: P
     trained(base, KINDS["lora"], seed=1).save_pretrained(other)
     store = tmp_path / "kv"
     with load_engine(str(base), store, on_miss="inline") as engine:
-        for chunk in PROMPT.chunks:
-            engine.precompute(chunk)
+        list(engine.precompute_all(PROMPT.chunks))
         assert stored(engine) == [True, True]
     with pytest.raises(StoreMismatchError, match="holds KV of"):
         load_engine(str(base), store, adapter=adapter)

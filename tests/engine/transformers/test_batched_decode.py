@@ -78,11 +78,9 @@ def test_half_precision_is_as_near_to_exact_in_a_batch_as_alone(tiny_model: Call
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw) for length in LENGTHS]
     ids = [[number + 5] for number in range(len(prompts))]
     with torch.inference_mode():
-        wanted = torch.stack(
-            [alone(exact, one, prefilled(exact, each)) for one, each in zip(ids, prompts, strict=True)]
-        )
-        single = torch.stack(
-            [alone(layers, one, prefilled(layers, each)) for one, each in zip(ids, prompts, strict=True)]
+        wanted, single = (
+            torch.stack([alone(model, one, prefilled(model, each)) for one, each in zip(ids, prompts, strict=True)])
+            for model in (exact, layers)
         )
         joined = layers.run_decode_batch(ids, [prefilled(layers, each) for each in prompts])
     assert (joined - wanted).square().mean() <= 1.2 * (single - wanted).square().mean()

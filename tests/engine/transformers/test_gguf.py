@@ -61,8 +61,7 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
     answers = []
     for model in (str(file), str(converted)):
         with load_engine(model, on_miss="inline") as engine:
-            for chunk in PROMPT.chunks:
-                engine.precompute(chunk)
+            list(engine.precompute_all(PROMPT.chunks))
             blended = engine.generate(PROMPT, recompute_ratio=0.3, max_tokens=24)
             full = engine.generate(PROMPT, mode="full", max_tokens=24)
             tokenized = engine.segmenter.tokenize(PROMPT).token_ids

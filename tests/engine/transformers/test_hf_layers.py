@@ -6,76 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import LATENT, WINDOWED
 from reference import as_held
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-    Zamba2Config,
-    Zamba2ForCausalLM,
-)
-from transformers.models.arcee.configuration_arcee import ArceeConfig
-from transformers.models.arcee.modeling_arcee import ArceeForCausalLM
-from transformers.models.cohere.configuration_cohere import CohereConfig
-from transformers.models.cohere.modeling_cohere import CohereForCausalLM
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
-from transformers.models.glm.configuration_glm import GlmConfig
-from transformers.models.glm.modeling_glm import GlmForCausalLM
-from transformers.models.gpt2.configuration_gpt2 import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.hunyuan_v1_dense.configuration_hunyuan_v1_dense import HunYuanDenseV1Config
-from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1ForCausalLM
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
-from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
-from transformers.models.mamba.configuration_mamba import MambaConfig
-from transformers.models.mamba.modeling_mamba import MambaForCausalLM
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.nemotron.configuration_nemotron import NemotronConfig
-from transformers.models.nemotron.modeling_nemotron import NemotronForCausalLM
-from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
-from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
-from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
-from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
-from transformers.models.phi3.configuration_phi3 import Phi3Config
-from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
-from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
-from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import self_check
@@ -83,7 +16,6 @@ from ragblend.engine.transformers.families import layer_windows, reject_unsuppor
 from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers
 from ragblend.errors import UnsupportedModelError
 
-FULL = ["full_attention"] * 6
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -94,16 +26,9 @@ def load(model: Any, name: str = "tiny") -> TransformersLayers:
     return layers
 
 
-@pytest.mark.parametrize(
-    ("config", "model", "changes", "named"),
-    [
-        (Llama4TextConfig, Llama4ForCausalLM, {}, "chunked_attention"),
-        (Olmo2Config, Olmo2ForCausalLM, {}, "Olmo2Attention"),
-        (Gemma3TextConfig, Gemma3ForCausalLM, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    ],
-)
-def test_layers_that_cannot_be_fused_are_refused_by_their_type(config, model, changes, named):
-    refused(config, model, named, **SIZES, **changes)
+def classes(name: str) -> tuple[Any, Any]:
+    """The config and the model of transformers that are called `name`; "XText" for a config of X's text alone."""
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
 
 
 SIZES = {
@@ -116,42 +41,22 @@ SIZES = {
 }
 
 
-def refused(config: Any, model: Any, named: str, **fields: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "named", "changes"),
+    [
+        ("Llama4Text", "chunked_attention", SIZES),
+        ("Olmo2", "Olmo2Attention", SIZES),
+        ("Gemma3Text", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
+        ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*keys of its own", SIZES),
+        ("Mamba", "one state of everything before them", {}),
+    ],
+)
+def test_what_cannot_be_fused_is_refused_by_its_layers(name, named, changes):
+    """One of each kind; test_hf_families.py has every class of docs/models.md."""
+    config, model = classes(name)
     with torch.device("meta"):  # types alone are looked at, so the weights need no memory
-        tiny = model(config(**fields))
+        tiny = model(config(**changes))
     with pytest.raises(UnsupportedModelError, match=rf"{model.__name__}.*{named}.*attention with RoPE.*Llama"):
-        reject_unsupported_model(tiny)
-
-
-INDEXED = [(DeepseekV32Config, DeepseekV32ForCausalLM), (GlmMoeDsaConfig, GlmMoeDsaForCausalLM)]
-RECURRENT = [
-    (BambaConfig, BambaForCausalLM),
-    (FalconH1Config, FalconH1ForCausalLM),
-    (JambaConfig, JambaForCausalLM),
-    (Lfm2Config, Lfm2ForCausalLM),
-    (MambaConfig, MambaForCausalLM),
-    (Mamba2Config, Mamba2ForCausalLM),
-    (NemotronHConfig, NemotronHForCausalLM),
-    (Qwen3NextConfig, Qwen3NextForCausalLM),
-    (RecurrentGemmaConfig, RecurrentGemmaForCausalLM),
-    (Zamba2Config, Zamba2ForCausalLM),
-]
-
-
-@pytest.mark.parametrize(("config", "model"), INDEXED)
-def test_latent_attention_with_an_index_is_refused_for_the_index(config, model):
-    refused(config, model, r"multi-head latent attention \(MLA\) with an index.*keys of its own", **SIZES)
-
-
-@pytest.mark.parametrize(("config", "model"), RECURRENT)
-def test_state_space_and_hybrid_models_are_refused_for_their_state(config, model):
-    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if config is Lfm2Config else {}
-    refused(config, model, "one state of everything before them", **kinds)
-
-
-def test_models_without_rope_attention_are_refused():
-    tiny = GPT2LMHeadModel(GPT2Config(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no decoder of RoPE attention.*Llama"):
         reject_unsupported_model(tiny)
 
 
@@ -165,12 +70,12 @@ def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
 
 def test_dynamic_ntk_rope_is_refused_by_name(make_model):
     with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
-        reject_unsupported_model(make_model(LlamaConfig, LlamaForCausalLM, rope_parameters=DYNAMIC))
+        reject_unsupported_model(make_model(*classes("Llama"), rope_parameters=DYNAMIC))
 
 
 @pytest.mark.parametrize("window", [2048, 4096])
 def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
-    layers = load(make_model(MistralConfig, MistralForCausalLM, sliding_window=window))
+    layers = load(make_model(*classes("Mistral"), sliding_window=window))
     assert layers.context_length == 2048
     assert layer_windows(layers.config) == (None,) * 6
     assert layers.global_layers == ()
@@ -214,15 +119,11 @@ def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed, make_model):
 def test_longrope_is_used_up_to_its_original_length(make_model):
     factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
-    layers = load(make_model(Phi3Config, Phi3ForCausalLM, rope_parameters=rope, original_max_position_embeddings=256))
+    layers = load(make_model(*classes("Phi3"), rope_parameters=rope, original_max_position_embeddings=256))
     assert layers.context_length == 256
 
 
 # --- the exactness check ---
-
-
-def test_every_supported_family_passes_the_check(family, tiny_model):
-    load(tiny_model(family))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -231,35 +132,35 @@ def test_half_precision_passes_the_check(family, dtype, tiny_model):
     load(tiny_model(family).to(dtype))
 
 
+SMALL_WINDOW = {"sliding_window": 30}
 RELATIVES = {
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": None}),
-    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {}),  # QK-norm over all heads at once
-    "arcee": (ArceeConfig, ArceeForCausalLM, {}),
-    "cohere": (CohereConfig, CohereForCausalLM, {}),  # interleaved RoPE
-    "glm": (GlmConfig, GlmForCausalLM, {}),  # interleaved, partial
-    "hunyuan": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM, {}),  # QK-norm after RoPE
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),  # some layers without RoPE
-    "nemotron": (NemotronConfig, NemotronForCausalLM, {}),
-    "llama4": (Llama4TextConfig, Llama4ForCausalLM, {"layer_types": FULL}),  # layers of another signature
-    "mixtral_window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": 30}),
-    "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": 30}),
-    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 30}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": ("Olmoe", {}),  # QK-norm over all heads at once
+    "arcee": ("Arcee", {}),
+    "cohere": ("Cohere", {}),  # interleaved RoPE
+    "glm": ("Glm", {}),  # interleaved, partial
+    "hunyuan": ("HunYuanDenseV1", {}),  # QK-norm after RoPE
+    "smollm3": ("SmolLM3", {}),  # some layers without RoPE
+    "nemotron": ("Nemotron", {}),
+    "llama4": ("Llama4Text", {"layer_types": ["full_attention"] * 6}),  # layers of another signature
+    "mixtral_window": ("Mixtral", SMALL_WINDOW | {"num_local_experts": 4}),
+    "ministral": ("Ministral", SMALL_WINDOW),
+    "starcoder2": ("Starcoder2", SMALL_WINDOW),
     "qwen3_moe_window": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 30, "num_experts": 4, "num_experts_per_tok": 2},
+        "Qwen3Moe",
+        SMALL_WINDOW | {"use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM, {"sliding_window": 30}),  # interleaved, and layers without RoPE
-    "olmo3": (Olmo3Config, Olmo3ForCausalLM, {"sliding_window": 30}),  # norms after the blocks alone
-    "exaone4": (Exaone4Config, Exaone4ForCausalLM, {"sliding_window": 30}),  # the same
+    "cohere2": ("Cohere2", SMALL_WINDOW),  # interleaved, and layers without RoPE
+    "olmo3": ("Olmo3", SMALL_WINDOW),  # norms after the blocks alone
+    "exaone4": ("Exaone4", SMALL_WINDOW),  # the same
 }
 REFUSED = ("cohere", "glm", "hunyuan", "smollm3", "nemotron", "llama4", "cohere2", "olmo3", "exaone4")
 
 
 @pytest.mark.parametrize("name", ["cohere", "glm", "hunyuan", "smollm3", "llama4"])
 def test_architectures_that_only_look_standard_fail_the_check(name, make_model):
-    config, model, changes = RELATIVES[name]
-    tiny = make_model(config, model, **changes)
+    kind, changes = RELATIVES[name]
+    tiny = make_model(*classes(kind), **changes)
     reject_unsupported_model(tiny)  # nothing about their attributes gives them away
     with pytest.raises(UnsupportedModelError, match=r"^tiny (fails the exactness check of|has layers that cannot)"):
         load(tiny)
@@ -268,12 +169,12 @@ def test_architectures_that_only_look_standard_fail_the_check(name, make_model):
 @pytest.mark.parametrize("name", RELATIVES)
 def test_an_architecture_is_either_refused_or_exact(name, make_model):
     """Never a third thing: a model that loads gives the logits of a copy that ragblend has not touched."""
-    config, model, changes = RELATIVES[name]
-    stock = make_model(config, model, **changes)
+    kind, changes = RELATIVES[name]
+    stock = make_model(*classes(kind), **changes)
     stock.set_attn_implementation("eager")
     ids = torch.randint(3, 300, (80,), generator=torch.Generator().manual_seed(0))
     try:
-        layers = load(make_model(config, model, **changes))
+        layers = load(make_model(*classes(kind), **changes))
     except UnsupportedModelError:
         assert name in REFUSED
         return
@@ -335,16 +236,20 @@ def test_a_wrong_rotation_is_named(tiny_model, monkeypatch: pytest.MonkeyPatch):
         self_check(layers, 300, "tiny")
 
 
-def test_a_mask_that_shows_later_tokens_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
-    def three_too_many(query: Any, keys: Any, values: Any, rows: Any, scale: float | None, sight: Any) -> torch.Tensor:
-        num_rows, num_keys = query.shape[2], keys.shape[2]
-        mask = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows + 3)
+@pytest.mark.parametrize(("too_many", "found"), [(3, "fails the exactness check"), (0, "scattered rows over exact KV")])
+def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """One that shows later tokens; and the bottom-right one that attention kernels build by themselves, exact at ratios
+    0 and 1 and wrong between them."""
+
+    def bottom_right(query, keys, values, rows, scale, sight):
+        num_rows, end = query.shape[2], int(rows[-1]) + 1
+        mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows + too_many)
         return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
         )
 
-    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", three_too_many)
-    with pytest.raises(UnsupportedModelError, match="fails the exactness check"):
+    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
+    with pytest.raises(UnsupportedModelError, match=found):
         load(tiny_model("llama"))
 
 
@@ -420,18 +325,3 @@ def test_wrapping_a_model_leaves_its_generate_as_it_was(family, stock_model, tin
     arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8, "do_sample": False}
     expected = stock_model(family).generate(ids, **arguments)
     assert tiny_layers(family).model.generate(ids, **arguments).tolist() == expected.tolist()
-
-
-def test_a_bottom_right_mask_over_scattered_rows_is_found(tiny_model, monkeypatch: pytest.MonkeyPatch):
-    """Exact at ratios 0 and 1, wrong between them: the causal mask that attention kernels build by themselves."""
-
-    def bottom_right(query, keys, values, rows, scale, sight):
-        num_rows, end = query.shape[2], int(rows[-1]) + 1
-        mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows)
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
-        )
-
-    monkeypatch.setattr("ragblend.engine.transformers.layers.attend_rows", bottom_right)
-    with pytest.raises(UnsupportedModelError, match="scattered rows over exact KV"):
-        self_check(TransformersLayers(tiny_model("llama")), 300, "sabotaged")

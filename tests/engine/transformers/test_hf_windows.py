@@ -91,8 +91,7 @@ def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_m
     make_tokenizer().save_pretrained(tmp_path / "model")
     assert "Gemma3ForConditionalGeneration" in inspect_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
-        for chunk in CHUNKS:
-            engine.precompute(chunk)
+        list(engine.precompute_all(CHUNKS))
         expected = greedy(stock_model("gemma3"), engine.segmenter.tokenize(PROMPT).token_ids, 8)
         for options in ({"mode": "full"}, {"mode": "prefix"}, {"recompute_ratio": 1.0}):
             assert engine.generate(PROMPT, max_tokens=8, **options).token_ids == expected
@@ -101,8 +100,7 @@ def test_gemma_3_that_reads_images_too_answers_text_as_its_decoder_alone(stock_m
 @pytest.mark.parametrize("family", WINDOWED)
 def test_an_explanation_compares_all_of_a_windowed_models_kv(family, saved, tmp_path):
     with load_engine(str(saved(family)), tmp_path / "kv", on_miss="inline") as engine:
-        for chunk in CHUNKS:
-            engine.precompute(chunk)
+        list(engine.precompute_all(CHUNKS))
         explained = explain(engine, PROMPT, rule="ask", recompute_ratio=0.1, max_tokens=2)
         assert explained.count("recomputed") == explained.report.num_recomputed_tokens > 0
         stale = [token.deviation for segment in explained.segments[2:5] for token in segment.tokens if token.deviation]

@@ -44,8 +44,7 @@ def change(model: Any, by: float = 1e-3) -> None:
 
 def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(folder: Path, tmp_path: Path) -> None:
     with load_engine(str(folder), tmp_path, on_miss="inline") as engine:
-        for chunk in PROMPT.chunks:
-            engine.precompute(chunk)
+        list(engine.precompute_all(PROMPT.chunks))
         expected = engine.generate(PROMPT, max_tokens=12)
     with load_engine(load(folder), tmp_path, on_miss="inline") as engine:
         found = engine.generate(PROMPT, max_tokens=12)

@@ -281,8 +281,7 @@ def test_without_a_word_nothing_is_said_about_a_missing_calibration(
 def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> TransformersEngine:
     """A tiny model whose store on the disk holds CHUNKS."""
     made = tiny_engine("llama", store=DiskStore(tmp_path, fsync=False))
-    for chunk in CHUNKS:
-        made.precompute(chunk)
+    list(made.precompute_all(CHUNKS))
     return made
 
 
