@@ -517,16 +517,6 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
 needs_minilm = pytest.mark.skipif(not is_minilm_installed(), reason="extra `demo` is not installed")
 
 
-@needs_minilm
-def test_minilm_finds_by_meaning(tmp_path):
-    embedder = default_embedder()
-    assert isinstance(embedder, MiniLMEmbedder)
-    with open_index(tmp_path, embedder, create=True) as index:
-        for source, texts in FACTS.items():
-            index.add_document(source, "h", chunks_of(source, texts))
-        assert best(index, "Who was the earliest computer programmer?") == "Ada Lovelace wrote the first program."
-
-
 FILLER = (
     "The harbour was dredged again that winter, and the council argued at length about who should pay for a new quay. "
     "Fishermen mended their nets in the sheds behind the church, as their fathers had, and sold herring by the crate. "

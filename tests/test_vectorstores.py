@@ -59,12 +59,6 @@ def test_kv_of_a_text_that_another_document_has_stays(store: PrecomputingVectorS
     assert known(chat, A, B) == [False, True]
 
 
-def test_a_replaced_documents_kv_goes(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
-    store.add_texts([A], ids=["1"])
-    store.add_texts([B], ids=["1"])
-    assert known(chat, A, B) == [False, True]
-
-
 def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: ChatBlend) -> None:
     """Also in stores that cannot tell what they hold, and under ids that are given beside the documents."""
 

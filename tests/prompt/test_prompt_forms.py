@@ -78,6 +78,11 @@ FORMS: dict[str, list[tuple[str, str | Part | Sequence[Part]]]] = {
         ("assistant", " x\n"),
         ("user", ["\n", found("two"), "\n \n"]),
     ],
+    "more than ten turns": [("assistant" if index % 2 else "user", f"turn {index}.") for index in range(23)],
+    "texts like slots": [
+        ("system", "RAGBLENDSLOT1END"),
+        ("user", [Chunk("RAGBLENDSLOT0END"), "RAGBLENDSLOT1END"]),
+    ],
     "a thought": [
         ("user", "hello"),
         ("assistant", "<think>\nhm\n</think>\n\nhi"),
