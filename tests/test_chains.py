@@ -80,10 +80,6 @@ def test_search_options_per_call(retriever: BlendRetriever) -> None:
     assert [document.page_content for document in around] == TEXTS
 
 
-async def test_retriever_without_blocking_the_loop(retriever: BlendRetriever) -> None:
-    assert await retriever.ainvoke(QUESTION) == retriever.invoke(QUESTION)
-
-
 def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, tmp_path: Path) -> None:
     index.save()
     assert BlendRetriever(index=index.path, k=2).invoke(QUESTION) == retriever.invoke(QUESTION)

@@ -117,13 +117,6 @@ def test_langchains_indexing_api(store: PrecomputingVectorStore, chat: ChatBlend
     assert known(chat, A, B) == [False, True]
 
 
-def test_its_retriever_feeds_reuse(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
-    store.add_texts([A, B])
-    (found,) = store.as_retriever(search_kwargs={"k": 1}).invoke(A)
-    report = chat.invoke(f"{found.page_content}\n\nWho?").response_metadata["ragblend"]
-    assert report["num_chunk_hits"] == 1
-
-
 def test_from_texts(chat: ChatBlend) -> None:
     embedding = DeterministicFakeEmbedding(size=8)
     store = PrecomputingVectorStore.from_texts([A], embedding, inner=InMemoryVectorStore, llm=chat)

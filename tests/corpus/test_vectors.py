@@ -116,17 +116,6 @@ def test_a_removed_chunk_is_not_found_in_a_graph_and_a_quarter_rebuilds_it(tmp_p
         assert index._vectors.faiss.ntotal < 100
 
 
-def test_a_damaged_file_of_any_kind_is_made_again(tmp_path, caplog):
-    with open_index(tmp_path, embedder(), create=True, vectors="faiss:HNSW16") as index:
-        index.add_document("a", "1", chunks_of("a", 50), rows := rows_of(50))
-    data = bytearray((tmp_path / VECTORS_FILE).read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / VECTORS_FILE).write_bytes(data)
-    with open_index(tmp_path) as index:
-        assert index.search(rows[7], 1)[0].chunk.text == "a 7"
-    assert "does not match its checksum" in caplog.text
-
-
 # --- moving ---
 
 

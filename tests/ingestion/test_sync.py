@@ -138,16 +138,6 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(corpus):
     assert corpus.texts() == {FOX.replace("Bob", "Rob")}
 
 
-def test_a_renamed_file_is_neither_embedded_nor_prefilled_again(corpus, monkeypatch):
-    corpus.write(a_txt=FOX, b_txt=KERN)
-    corpus.ingest()
-    (corpus.docs / "a.txt").rename(corpus.docs / "z.txt")
-    monkeypatch.setattr(HashingEmbedder, "embed", lambda self, texts: pytest.fail(f"embedded {texts}"))
-    report = corpus.ingest()
-    assert (report.num_new_kv, report.num_removed_kv, report.removed) == (0, 0, [f"{corpus.docs}/a.txt"])
-    assert corpus.documents() == {"b.txt": KERN, "z.txt": FOX}
-
-
 # --- what is gone has left nothing behind ---
 
 

@@ -308,8 +308,6 @@ async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index: Any, l
     assert (found.node.metadata["source"], found.node.ref_doc_id) == ("rock.txt", "rock.txt")
     assert found.score is not None
     assert await retriever.aretrieve(QUESTION) == [found]
-    around = BlendIndexRetriever(blend_index, similarity_top_k=1, neighbours=1, order="document").retrieve(QUESTION)
-    assert [node.node.get_content() for node in around] == TEXTS
 
 
 # --- ingestion --------------------------------------------------------------------------------------------------------
