@@ -59,22 +59,19 @@ def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("1", True), ("true", True), ("YES", True), ("0", False), ("False", False), ("no", False)]
+    ("name", "text", "expected"),
+    [
+        *(("trust_remote_code", text, True) for text in ("1", "true", "YES")),
+        *(("trust_remote_code", text, False) for text in ("0", "False", "no")),
+        *(("ratio", "0.25", 0.25), ("ratio", "auto", "auto"), ("memory_gib", "3", 3.0)),
+    ],
 )
-def test_booleans_are_read_from_the_environment(text, expected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("RAGBLEND_TRUST_REMOTE_CODE", text)
-    assert load_settings(directory=tmp_path).trust_remote_code is expected
-
-
-def test_numbers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("RAGBLEND_RATIO", "0.25")
-    monkeypatch.setenv("RAGBLEND_MEMORY_GIB", "3")
-    settings = load_settings(directory=tmp_path)
-    assert settings.ratio == 0.25
-    assert settings.memory_gib == 3.0
-    assert isinstance(settings.memory_gib, float)
-    monkeypatch.setenv("RAGBLEND_RATIO", "auto")
-    assert load_settings(directory=tmp_path).ratio == "auto"
+def test_values_of_every_type_are_read_from_the_environment(
+    name, text, expected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(f"RAGBLEND_{name.upper()}", text)
+    found = getattr(load_settings(directory=tmp_path), name)
+    assert (found, type(found)) == (expected, type(expected))
 
 
 def test_a_ratio_may_be_what_was_calibrated(tmp_path: Path):

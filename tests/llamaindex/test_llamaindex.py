@@ -12,10 +12,10 @@ from typing import Any
 import llama_index.core as llama_core
 import pytest
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex, get_response_synthesizer
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import MockLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
@@ -88,11 +88,11 @@ def test_prompts_are_packed_by_the_models_own_tokens(llm: BlendLLM, monkeypatch:
 
 
 def test_it_is_a_llama_index_llm(llm: BlendLLM) -> None:
-    assert isinstance(llm, BaseLLM)
+    assert isinstance(llm, FunctionCallingLLM)
     assert issubclass(BlendSynthesizer, BaseSynthesizer)
     assert llm.metadata.context_window == llm.engine.context_length
     assert (llm.metadata.num_output, llm.metadata.model_name) == (6, "tiny llama")
-    assert llm.metadata.is_chat_model
+    assert (llm.metadata.is_chat_model, llm.metadata.is_function_calling_model) == (True, True)
 
 
 async def test_completion_in_all_four_ways(llm: BlendLLM) -> None:
