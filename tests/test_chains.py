@@ -80,10 +80,6 @@ def test_search_options_per_call(retriever: BlendRetriever) -> None:
     assert [document.page_content for document in around] == TEXTS
 
 
-async def test_retriever_without_blocking_the_loop(retriever: BlendRetriever) -> None:
-    assert await retriever.ainvoke(QUESTION) == retriever.invoke(QUESTION)
-
-
 def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, tmp_path: Path) -> None:
     index.save()
     assert BlendRetriever(index=index.path, k=2).invoke(QUESTION) == retriever.invoke(QUESTION)
@@ -124,19 +120,15 @@ def test_chunks_need_no_registry(chat: ChatBlend, retriever: BlendRetriever) -> 
     assert create_blend_chain(retriever, chat).invoke(QUESTION)["report"]["num_chunk_hits"] == 2
 
 
-def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
+async def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
     chain = create_blend_chain(retriever, chat)
     pieces = list(chain.stream(QUESTION))
     keys = [next(iter(piece)) for piece in pieces]
     assert keys[0] == "input"
     assert keys.index("context") < keys.index("answer") < keys.index("report") == len(keys) - 1
-    assert "".join(piece.get("answer", "") for piece in pieces) == chain.invoke(QUESTION)["answer"]
-
-
-async def test_async_streaming(chat: ChatBlend, retriever: BlendRetriever) -> None:
-    chain = create_blend_chain(retriever, chat)
-    answer = "".join([piece.get("answer", "") async for piece in chain.astream(QUESTION)])
-    assert answer == (await chain.ainvoke(QUESTION))["answer"] == chain.invoke(QUESTION)["answer"]
+    answer = "".join(piece.get("answer", "") for piece in pieces)
+    assert answer == chain.invoke(QUESTION)["answer"] == (await chain.ainvoke(QUESTION))["answer"]
+    assert "".join([piece.get("answer", "") async for piece in chain.astream(QUESTION)]) == answer
 
 
 def test_system_text_and_any_callable_as_retriever(chat: ChatBlend) -> None:

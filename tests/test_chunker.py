@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from datetime import date
@@ -17,12 +16,7 @@ from hypothesis import strategies as st
 
 from ragblend.chunker import Document, adapt_splitter, get_splitter_version, split
 from ragblend.corpus.documents import open_source
-from ragblend.corpus.folder_scan import scan_folders
-from ragblend.errors import NotADocumentError, NotFoundError, UnreadableDocumentError, UsageError
-from ragblend.index import open_index
-from ragblend.ingestion.sync import ChunkerConfig, sync_index
-
-SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+from ragblend.errors import NotADocumentError, UnreadableDocumentError, UsageError
 
 
 def count_words(text: str) -> int:
@@ -120,37 +114,6 @@ def test_chunks_keep_source_and_metadata():
     (chunk,) = split(Document("text", "a.json#1", {"title": "T"}), count_words)
     assert (chunk.source, chunk.start, chunk.end) == ("a.json#1", 0, 4)
     assert chunk.metadata == {"title": "T", "num_tokens": 1}
-
-
-def test_counting_work_grows_with_the_text_not_with_its_square():
-    counted = 0
-
-    def count(text: str) -> int:
-        nonlocal counted
-        counted += len(text)
-        return count_pieces(text)
-
-    text = "The quick brown fox jumps over the lazy dog, again and again. " * 3000
-    split(Document(text), count, 128)
-    assert counted < 6 * len(text)
-
-
-def test_real_byte_level_tokenizer_respects_the_budget():
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    text = "Fusing stored caches saves prefill. Größe, naïveté — 你好。 " * 40
-    tokenizer.train_from_iterator([text], trainer)
-
-    def count(piece: str) -> int:
-        return len(tokenizer.encode(piece, add_special_tokens=False).ids)
-
-    chunks = split(Document(text), count, 32)
-    assert_lossless(Document(text), chunks)
-    assert max(count(chunk.text) for chunk in chunks) <= 32
 
 
 # --- other people's splitters ---
@@ -432,47 +395,6 @@ def test_a_text_in_a_table_may_be_long(tmp_path):
     assert len(document.text) > 131_072
 
 
-def test_folders_are_walked_sorted_without_hidden_files_and_bad_ones_are_reported(tmp_path):
-    files = {"b/z.txt": "z", "a.md": "a", ".hidden/x.txt": "x", ".env": "secret", "b/bad.json": "{", "b/none.txt": ""}
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
-        cut = ChunkerConfig(lambda document: split(document, count_words, 8), "v")
-        found = scan_folders([tmp_path, tmp_path / "a.md"], own=[tmp_path / "index"])  # a.md is named twice
-        followed = sync_index(index, found, cut, lambda *_: None)
-    assert [below(tmp_path, source) for source in followed.sources] == ["a.md", "b/z.txt"]
-    assert [below(tmp_path, failure.path) for failure in followed.failures] == ["b/bad.json"]
-    assert [below(tmp_path, skipped.path) for skipped in followed.skipped] == ["b/none.txt"]
-    assert [below(tmp_path, path) for path in scan_folders([tmp_path], "*.md").files] == ["a.md"]
-    with pytest.raises(UsageError, match="relative pattern"):
-        scan_folders([tmp_path], "/etc/*")
-    with pytest.raises(NotFoundError, match=r"nowhere does not exist"):
-        scan_folders([tmp_path, tmp_path / "nowhere"])
-
-
 def test_equal_content_has_equal_hash_and_metadata_counts():
     assert Document("x", "a").content_hash == Document("x", "b").content_hash
     assert Document("x", "a", {"t": 1}).content_hash != Document("x", "a").content_hash
-
-
-@pytest.mark.skipif(not (SHARED_DATA / "musique_s_100.json").exists(), reason="data set not at hand")
-def test_the_musique_file_is_read_passage_by_passage_and_cut_losslessly():
-    records = json.loads((SHARED_DATA / "musique_s_100.json").read_text(encoding="utf-8"))
-    documents = load_documents(SHARED_DATA / "musique_s_100.json")
-    assert len(documents) == sum(bool(ctx["text"].strip()) for record in records for ctx in record["ctxs"])
-    by_source = {Path(document.source).name: document for document in documents}
-    assert by_source["musique_s_100.json#3.7"].text == records[3]["ctxs"][7]["text"]
-    for document in documents:
-        chunks = split(document, count_pieces, 128)
-        assert_lossless(document, chunks)
-        assert all(count_pieces(chunk.text) <= 128 for chunk in chunks)
-
-
-@pytest.mark.skipif(not (SHARED_DATA / "cacheblend_input_1.json").exists(), reason="data set not at hand")
-def test_the_cacheblend_files_give_their_passages_but_not_the_query():
-    for path in sorted(SHARED_DATA.glob("cacheblend_input_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        documents = load_documents(path)
-        assert len(documents) == int(record["chunk_num"])
-        assert [document.text for document in documents] == [record[str(number)] for number in range(len(documents))]

@@ -25,6 +25,7 @@ from ragblend.corpus.embedders import (
     is_minilm_installed,
     load_embedder,
 )
+from ragblend.corpus.schema import make_row
 from ragblend.errors import CorruptError, NotFoundError, RagblendError, StoreMismatchError, UsageError
 from ragblend.index import DATABASE, MANIFEST, VECTORS_FILE, ChunkIndex, open_index
 from ragblend.prompt.prompt import Chunk
@@ -366,7 +367,7 @@ def test_an_ingestion_that_never_saved_is_whole_after_reopening(folder, caplog):
 
 def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch):
     index = reopen(folder)
-    monkeypatch.setattr("ragblend.corpus.database.columns_of", lambda *args: (1 / 0,))
+    monkeypatch.setattr("ragblend.corpus.database.make_row", lambda *args: (1 / 0,))
     with pytest.raises(ZeroDivisionError):
         index.add_document("tea.txt", "new", [Chunk("x", "tea.txt")])
     monkeypatch.undo()
@@ -376,10 +377,7 @@ def test_a_failed_document_leaves_the_older_version_in_place(folder, monkeypatch
 
 
 def test_two_chunks_with_one_row_id_are_refused(folder, monkeypatch):
-    from ragblend.corpus import database as chunkdb
-
-    columns = chunkdb.make_row
-    monkeypatch.setattr("ragblend.corpus.database.columns_of", lambda *args: (1, *columns(*args)[1:]))
+    monkeypatch.setattr("ragblend.corpus.database.make_row", lambda *args: (1, *make_row(*args)[1:]))
     with reopen(folder) as index, pytest.raises(RagblendError, match="share one id"):
         index.add_document("new", "h", [Chunk("x", "new"), Chunk("y", "new")])
 
@@ -515,16 +513,6 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
 
 
 needs_minilm = pytest.mark.skipif(not is_minilm_installed(), reason="extra `demo` is not installed")
-
-
-@needs_minilm
-def test_minilm_finds_by_meaning(tmp_path):
-    embedder = default_embedder()
-    assert isinstance(embedder, MiniLMEmbedder)
-    with open_index(tmp_path, embedder, create=True) as index:
-        for source, texts in FACTS.items():
-            index.add_document(source, "h", chunks_of(source, texts))
-        assert best(index, "Who was the earliest computer programmer?") == "Ada Lovelace wrote the first program."
 
 
 FILLER = (

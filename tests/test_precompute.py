@@ -10,23 +10,19 @@ from pathlib import Path
 import pytest
 from tier_support import DictValues, make_kv
 
-from ragblend import SegmentedPrompt, load_engine
-from ragblend.chunker import adapt_splitter
+from ragblend import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import MemoryStore, TieredStore, disk_tier
-from ragblend.errors import EmptyCorpusError, NotFoundError, StoreFullError, StoreMismatchError, UsageError
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.precompute import (
     as_chunk,
     describe_capacity,
     ingest,
     open_engine_index,
-    pin_document,
     precompute_chunks,
     precompute_documents,
-    remove_documents,
 )
 from ragblend.prompt.prompt import Chunk
 
@@ -81,13 +77,6 @@ def test_an_index_opened_for_ingestion_is_saved_and_closed(texts, corpus, engine
         assert index.is_saved
 
 
-def test_a_second_run_reads_everything_and_prefills_nothing(corpus, engine, tmp_path, monkeypatch):
-    run(corpus, engine, tmp_path)
-    monkeypatch.setattr(engine, "_prefill_chunks", lambda *_: pytest.fail("prefilled a known chunk"))
-    report = run(corpus, engine, tmp_path)
-    assert (report.num_unchanged, report.num_new_kv, report.num_known_kv) == (4, 0, report.num_chunks)
-
-
 def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path, monkeypatch):
     original, calls = engine._prefill_chunks, []
 
@@ -104,36 +93,6 @@ def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path
     monkeypatch.setattr(engine, "_prefill_chunks", original)
     report = run(corpus, engine, tmp_path)
     assert (report.num_known_kv, report.num_new_kv) == (2, report.num_chunks - 2)
-
-
-def test_a_changed_document_replaces_its_chunks(corpus, engine, tmp_path):
-    run(corpus, engine, tmp_path)
-    (corpus / "fox.txt").write_text("Bob Fox lives in Oston.\n")
-    report = run(corpus, engine, tmp_path)
-    with open_index(tmp_path / "index") as index:
-        texts = [text for _, text in index.texts()]
-    assert (report.num_updated, report.num_unchanged, report.num_new_kv) == (1, 3, 1)
-    assert "Bob Fox lives in Oston." in texts
-    assert not any("Norburg" in text for text in texts)
-
-
-def test_unreadable_files_are_reported_and_the_rest_is_ingested(corpus, engine, tmp_path):
-    (corpus / "empty.txt").write_bytes(b"")
-    (corpus / "picture.png").write_bytes(bytes(range(256)) * 8)
-    (corpus / "binary.md").write_bytes(bytes(range(256)) * 8)
-    report = run(corpus, engine, tmp_path)
-    assert [Path(failure.path).name for failure in report.failures] == ["binary.md"]
-    assert [Path(skipped.path).name for skipped in report.skipped] == ["empty.txt", "picture.png"]
-    assert all(item.reason for item in (*report.failures, *report.skipped))
-    assert report.num_documents == 4
-
-
-def test_nothing_to_ingest_and_missing_paths_are_errors(engine, tmp_path):
-    (tmp_path / "void").mkdir()
-    with pytest.raises(EmptyCorpusError, match="nothing to ingest"):
-        run(tmp_path / "void", engine, tmp_path)
-    with pytest.raises(NotFoundError, match="gone"):
-        run(tmp_path / "gone", engine, tmp_path)
 
 
 def test_the_forecast_is_checked_against_the_disk_before_prefilling(corpus, engine, tmp_path, monkeypatch):
@@ -157,50 +116,6 @@ def test_an_index_of_another_tokenizer_is_refused(corpus, engine, tmp_path, monk
         open_engine_index(tmp_path / "index", engine, create=False)
 
 
-def test_a_langchain_splitter_can_cut(corpus, engine, tmp_path):
-    splitters = pytest.importorskip("langchain_text_splitters")
-    cut = adapt_splitter(splitters.CharacterTextSplitter(separator="\n\n", chunk_size=30, chunk_overlap=0))
-    report = run(corpus, engine, tmp_path, splitter=cut)
-    with open_index(tmp_path / "index") as index:
-        assert "Alice Kern works for Nexon." in [text for _, text in index.texts()]
-    assert report.num_new_kv == report.num_chunks
-
-
-def test_remove_drops_kv_only_where_no_other_document_has_the_text(corpus, engine, tmp_path):
-    (corpus / "copy.txt").write_text(TEXTS["fox.txt"])
-    run(corpus, engine, tmp_path)
-    fox = Chunk(TEXTS["fox.txt"].strip())
-    with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
-        sources = {Path(source).name: source for source in index.sources()}
-        assert remove_documents([sources["copy.txt"]], engine, index) == (1, 0)
-        assert engine.is_stored(fox)
-        assert remove_documents([sources["fox.txt"]], engine, index) == (1, 1)
-    assert not engine.is_stored(fox)
-
-
-def test_similar_kv_is_stored_found_pinned_and_removed_with_its_document(engine, tmp_path):
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    (folder / "long.txt").write_text("\n\n".join(f"Bob Fox number {n} lives in Norburg and plays." for n in range(5)))
-    (folder / "other.txt").write_text(TEXTS["fox.txt"])
-    options = {"chunk_size": 16, "embedder": "hashing", "context": "similar"}
-    report = ingest(folder, engine, tmp_path / "index", **options)
-    assert (report.num_chunks, report.num_new_kv) == (6, 6 + 6)
-    assert ingest(folder, engine, tmp_path / "index", **options).num_new_kv == 0
-    with open_index(tmp_path / "index") as index:
-        source = str(folder / "long.txt")
-        chunks = list(index.chunks(source))
-        prompt = SegmentedPrompt(chunks[1:4], "Where does Bob Fox live?")
-        hits = engine.generate(prompt, mode="reuse", max_tokens=1).report.chunks
-        assert [chunk.context for chunk in hits] == ["none", "similar", "similar"]
-        assert pin_document(source, engine, index) == (5, 5)
-        pinned = disk_tier(engine.store).pins()[source]
-        assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants(chunks, "similar")}
-        assert len(pinned) == 10
-        assert remove_documents([source], engine, index) == (5, 10 + 1), "the other's similar version was behind it"
-        assert len(list(engine.store.keys())) == 1
-
-
 def test_precompute_documents_takes_what_frameworks_hand_over(engine):
     documents = pytest.importorskip("langchain_core.documents")
     document = documents.Document(page_content=" a document. ", metadata={"source": "s"})
@@ -211,23 +126,6 @@ def test_precompute_documents_takes_what_frameworks_hand_over(engine):
     assert as_chunk(given[2]).source == "s"
     with pytest.raises(UsageError, match="cannot precompute a int"):
         precompute_documents([3], engine)
-
-
-def test_ingested_chunks_are_hits_and_ratio_one_answers_as_full_prefill(corpus, engine, tmp_path):
-    run(corpus, engine, tmp_path)
-    with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
-        hits = index.search("What does Nexon sell?", 4)
-    prompt = SegmentedPrompt([hit.chunk for hit in hits], "What does Nexon sell?")
-    full = engine.generate(prompt, mode="full", max_tokens=8)
-    blend = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
-    assert blend.report.num_chunk_hits == blend.report.num_chunks == len(hits)
-    assert blend.token_ids == full.token_ids
-
-
-def test_the_disk_tier_is_found_behind_the_memory_tier(engine, tmp_path):
-    disk = disk_tier(engine.store)
-    assert disk is not None
-    assert disk.root == tmp_path / "kv"
 
 
 # --- storage dtypes ---

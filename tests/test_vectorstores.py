@@ -59,12 +59,6 @@ def test_kv_of_a_text_that_another_document_has_stays(store: PrecomputingVectorS
     assert known(chat, A, B) == [False, True]
 
 
-def test_a_replaced_documents_kv_goes(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
-    store.add_texts([A], ids=["1"])
-    store.add_texts([B], ids=["1"])
-    assert known(chat, A, B) == [False, True]
-
-
 def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: ChatBlend) -> None:
     """Also in stores that cannot tell what they hold, and under ids that are given beside the documents."""
 
@@ -121,13 +115,6 @@ def test_langchains_indexing_api(store: PrecomputingVectorStore, chat: ChatBlend
     assert known(chat, A, B) == [True, True]
     assert index(documents[1:], records, store, **options)["num_deleted"] == 1
     assert known(chat, A, B) == [False, True]
-
-
-def test_its_retriever_feeds_reuse(store: PrecomputingVectorStore, chat: ChatBlend) -> None:
-    store.add_texts([A, B])
-    (found,) = store.as_retriever(search_kwargs={"k": 1}).invoke(A)
-    report = chat.invoke(f"{found.page_content}\n\nWho?").response_metadata["ragblend"]
-    assert report["num_chunk_hits"] == 1
 
 
 def test_from_texts(chat: ChatBlend) -> None:

@@ -6,20 +6,18 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend import Chunk, open_index
+from ragblend import open_index
 from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry, open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.text_index import TextIndex
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
-from ragblend.frameworks.boundaries import recover_chunks
 
 
 def beginning(registry: ChunkRegistry, text: str) -> list[str]:
@@ -70,15 +68,6 @@ def test_a_text_stays_until_the_last_that_has_it_lets_it_go(registry: ChunkRegis
 
 def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
     assert registry.add(["\ud800 is half a character", LONG]) == 1
-
-
-def test_the_texts_that_begin_at_a_place_come_longest_first() -> None:
-    head = LONG[:30]
-    index = TextIndex([head, LONG, LONG[10:], "This", "This text"])
-    assert list(index.starting_at(f"x {LONG} {head}", 2)) == [LONG, head, "This text", "This"]
-    index.discard(LONG)
-    assert list(index.starting_at(f"x {LONG}", 2)) == [head, "This text", "This"]
-    assert list(index.starting_at(LONG, 1)) == []
 
 
 @given(st.data())
@@ -190,16 +179,6 @@ def test_format_of_the_file_is_stable(tmp_path: Path) -> None:
     ChunkRegistry(tmp_path / "r").add([LONG])
     rows = sqlite3.connect(tmp_path / "r").execute("SELECT id, hex(key), text FROM registered_texts").fetchall()
     assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
-
-
-def test_ten_thousand_chunks_are_searched_in_milliseconds() -> None:
-    registry = ChunkRegistry()
-    texts = [f"Common heading of every chunk {n}. " + "word " * 100 for n in range(10_000)]
-    registry.add(texts)
-    prompt = "\n\n".join(["Context:", *texts[::500], "Question?"])
-    start_s = perf_counter()
-    assert sum(isinstance(part, Chunk) for part in recover_chunks(prompt, registry=registry)) == 20
-    assert perf_counter() - start_s < 2.0  # all share one anchor, the worst case; about 20 ms on an idle core
 
 
 def test_registry_of_a_store(tmp_path: Path) -> None:

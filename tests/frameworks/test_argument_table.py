@@ -45,14 +45,10 @@ def test_the_table_is_read() -> None:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: ",".join(sorted(row.ours or row.openai or row.hugging_face)))
-def test_what_is_named_as_ours_exists(row: Row) -> None:
+def test_what_is_named_as_ours_exists_and_where_we_differ_there_is_a_reason(row: Row) -> None:
     known = {*ChatBlend.model_fields, *BlendLLM.model_fields, *ALSO_CALLED}
     missing = [each for each in row.ours - known if not (hasattr(ChatBlend, each) or hasattr(BlendLLM, each))]
     assert not missing
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: ",".join(sorted(row.ours or row.openai or row.hugging_face)))
-def test_where_we_differ_there_is_a_reason(row: Row) -> None:
     ours = without_aliases(row.ours)
     same = all(without_aliases(theirs) <= ours for theirs in (row.hugging_face, row.openai))
     assert row.note or (row.ours and same)

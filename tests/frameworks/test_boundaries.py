@@ -248,33 +248,20 @@ def test_explicit_segments_come_first_and_keep_their_source(registry: ChunkRegis
     assert found[1].source == "a.txt"
 
 
-def test_an_explicit_segment_counts_as_often_as_it_is_given() -> None:
-    prompt = "Paris\n\nParis\n\nIs Paris nice?"
-    assert shown(recover_chunks(prompt, segments=["Paris"])) == ["<Paris>", "\n\nParis\n\nIs Paris nice?"]
-    assert shown(recover_chunks(prompt, segments=["Paris", "Paris"])) == [
-        "<Paris>",
-        "\n\n",
-        "<Paris>",
-        "\n\nIs Paris nice?",
-    ]
-
-
-def test_an_explicit_segment_is_the_passage_rather_than_the_words_of_a_question() -> None:
-    prompt = "Is Paris nice?\n\nParis"
-    assert shown(recover_chunks(prompt, segments=["Paris"])) == ["Is Paris nice?\n\n", "<Paris>"]
-    assert shown(recover_chunks(prompt, segments=["Paris", "Paris"])) == ["Is ", "<Paris>", " nice?\n\n", "<Paris>"]
-
-
-def test_explicit_segments_that_overlap_are_taken_once() -> None:
-    assert text_of(recover_chunks("one two three", segments=["one two", "two three"])) == "one two three"
-    assert shown(recover_chunks("one two three", segments=["one two", "two three"]))[0] == "<one two>"
-
-
-def test_explicit_segments_of_scripts_without_spaces_are_found() -> None:
-    assert (
-        shown(recover_chunks("资料：巴黎是法国的首都。问题", segments=["巴黎是法国的首都。"]))[1]
-        == "<巴黎是法国的首都。>"
-    )
+@pytest.mark.parametrize(
+    ("prompt", "segments", "expected"),
+    [
+        # It counts as often as it is given, and is the passage rather than the words of a question.
+        ("Paris\n\nParis\n\nNice?", ["Paris"], ["<Paris>", "\n\nParis\n\nNice?"]),
+        ("Paris\n\nParis\n\nNice?", ["Paris"] * 2, ["<Paris>", "\n\n", "<Paris>", "\n\nNice?"]),
+        ("Is Paris nice?\n\nParis", ["Paris"], ["Is Paris nice?\n\n", "<Paris>"]),
+        ("Is Paris nice?\n\nParis", ["Paris"] * 2, ["Is ", "<Paris>", " nice?\n\n", "<Paris>"]),
+        ("one two three", ["one two", "two three"], ["<one two>", " three"]),
+        ("资料：巴黎是法国的首都。问题", ["巴黎是法国的首都。"], ["资料：", "<巴黎是法国的首都。>", "问题"]),
+    ],
+)
+def test_an_explicit_segment_is_found_where_it_is_meant(prompt: str, segments: list[str], expected: list[str]) -> None:
+    assert shown(recover_chunks(prompt, segments=segments)) == expected
 
 
 def test_content_blocks_with_a_chunk_id_are_chunks() -> None:

@@ -141,25 +141,6 @@ def test_chunks_are_found_wherever_llamaindex_sends_them(form: str, engine: Tran
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
 
 
-def test_a_chat_engine_of_llamaindex_reuses_what_it_retrieves_in_every_turn(engine: TransformersEngine) -> None:
-    from llama_index.core import MockEmbedding, VectorStoreIndex
-    from llama_index.core.schema import TextNode
-
-    index = VectorStoreIndex([TextNode(text=each) for each in (A, B, C)], embed_model=MockEmbedding(8))
-    llm, reports = LlamaBlend(engine=engine, max_tokens=1), []
-    talk = index.as_chat_engine(chat_mode="context", llm=llm, similarity_top_k=2)
-    answered = engine.stream
-
-    def noting(*args: Any, **options: Any) -> Any:
-        reports.append(answered(*args, **options))
-        return reports[-1]
-
-    engine.stream = noting  # type: ignore[method-assign]
-    for question in ("Who?", "And when?"):
-        talk.chat(question)
-    assert [stream.result.report.num_chunk_hits for stream in reports] == [2, 2]
-
-
 # --- what is no text ---
 
 PICTURE = {"url": "http://localhost/x.png"}

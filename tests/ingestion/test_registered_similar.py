@@ -108,15 +108,19 @@ def test_chunks_that_came_alone_get_a_similar_version_when_others_are_there(open
     assert (seen_by(engine, FOX), seen_by(engine, BELL)) == ({BELL}, {FOX})
 
 
-def in_langchain(engine: TransformersEngine) -> Callable[[str], object]:
+def langchain_store(engine: TransformersEngine) -> PrecomputingVectorStore:
     store = PrecomputingVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), engine)
     store.add_documents([Document(text, id=text) for text in ALL])
+    return store
+
+
+def in_langchain(engine: TransformersEngine) -> Callable[[str], object]:
+    store = langchain_store(engine)
     return lambda text: store.delete([text])
 
 
 def in_langchain_replaced(engine: TransformersEngine) -> Callable[[str], object]:
-    store = PrecomputingVectorStore(InMemoryVectorStore(BlendEmbeddings("hashing")), engine)
-    store.add_documents([Document(text, id=text) for text in ALL])
+    store = langchain_store(engine)
     return lambda text: store.add_documents([Document("Nothing of it is left, whatever it was.", id=text)])
 
 

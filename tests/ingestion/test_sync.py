@@ -26,7 +26,6 @@ from ragblend.errors import (
     NotFoundError,
     RagblendError,
     StoreFullError,
-    StoreMismatchError,
 )
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion import sync as following
@@ -139,24 +138,7 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(corpus):
     assert corpus.texts() == {FOX.replace("Bob", "Rob")}
 
 
-def test_a_renamed_file_is_neither_embedded_nor_prefilled_again(corpus, monkeypatch):
-    corpus.write(a_txt=FOX, b_txt=KERN)
-    corpus.ingest()
-    (corpus.docs / "a.txt").rename(corpus.docs / "z.txt")
-    monkeypatch.setattr(HashingEmbedder, "embed", lambda self, texts: pytest.fail(f"embedded {texts}"))
-    report = corpus.ingest()
-    assert (report.num_new_kv, report.num_removed_kv, report.removed) == (0, 0, [f"{corpus.docs}/a.txt"])
-    assert corpus.documents() == {"b.txt": KERN, "z.txt": FOX}
-
-
 # --- what is gone has left nothing behind ---
-
-
-def test_four_versions_of_a_file_leave_one(corpus):
-    for version in range(4):
-        corpus.write(a_txt=f"Version {version} of the report.")
-        corpus.ingest()
-    assert corpus.texts() == {"Version 3 of the report."}
 
 
 GONE: dict[str, Callable[[Path], Any]] = {
@@ -672,16 +654,6 @@ def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
     with caplog.at_level(logging.WARNING):
         corpus.ingest(chunk_size=16, say=None)
     assert "16 tokens from now on" in caplog.text
-
-
-def test_the_embedder_is_the_indexs_own_and_another_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.txt").write_text(FOX)
-    with load_engine("demo", tmp_path / "kv") as engine:
-        ingest(tmp_path / "docs", engine, tmp_path / "index", embedder="hashing")
-        ingest(tmp_path / "docs", engine, tmp_path / "index")
-        with pytest.raises(StoreMismatchError, match=r"made with embedder 'hashing'.*--index NEW_PATH"):
-            ingest(tmp_path / "docs", engine, tmp_path / "index", embedder="minilm")
 
 
 def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from ragblend.corpus.chunk_registry import open_registry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import disk_tier
 from ragblend.errors import EmptyCorpusError
-from ragblend.index import ChunkIndex, open_index
+from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.operations.maintenance import collect_garbage, verify_store
 from ragblend.precompute import (
@@ -244,7 +244,4 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
     garbage = collect_garbage(tmp_path / "kv", tmp_path / "index")
     assert (garbage.evicted, garbage.texts, garbage.pins) == ((), (), ())
-    with open_index(tmp_path / "index") as index:
-        removed_text = "James Bell is outside."
-        assert all(text != removed_text for _, text in index.texts()) or removed_text in fresh["texts"]
     counted(f"{NUM_STEPS} edits of a folder of {NUM_FILES} files, {num_runs} ingestions: as a fresh one, seed {seed}")

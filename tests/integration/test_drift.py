@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,8 @@ def retrieval(llm: Any, retriever: FixedRetriever) -> str:
     )
 
 
-def qa_from_chain_type(llm: Any, retriever: FixedRetriever) -> str:
-    return str(RetrievalQA.from_chain_type(llm, retriever=retriever).invoke(QUESTION)["result"])
-
-
-def qa_from_llm(llm: Any, retriever: FixedRetriever) -> str:
-    return str(RetrievalQA.from_llm(llm, retriever=retriever).invoke(QUESTION)["result"])
+def retrieval_qa(make: Callable[..., Any]) -> Callable[[Any, FixedRetriever], str]:
+    return lambda llm, retriever: str(make(llm, retriever=retriever).invoke(QUESTION)["result"])
 
 
 def qa_chain(llm: Any, retriever: FixedRetriever) -> str:
@@ -148,8 +145,8 @@ def ours_with_history(llm: Any, retriever: FixedRetriever) -> str:
 LANGCHAIN: dict[str, Callable[[Any, FixedRetriever], str]] = {
     "create_stuff_documents_chain": stuff,
     "create_retrieval_chain": retrieval,
-    "RetrievalQA.from_chain_type": qa_from_chain_type,
-    "RetrievalQA.from_llm": qa_from_llm,
+    "RetrievalQA.from_chain_type": retrieval_qa(RetrievalQA.from_chain_type),
+    "RetrievalQA.from_llm": retrieval_qa(RetrievalQA.from_llm),
     "load_qa_chain": qa_chain,
     "LCEL by hand": by_hand,
     "create_agent + blend_tool": agent,
@@ -161,27 +158,13 @@ LANGCHAIN: dict[str, Callable[[Any, FixedRetriever], str]] = {
 # --- LlamaIndex -------------------------------------------------------------------------------------------------------
 
 
-def query_engine(mode: ResponseMode, header: bool = False) -> Callable[[LlamaBlend, list[str]], str]:
-    def run(llm: LlamaBlend, texts: list[str]) -> str:
-        return str(
-            llama_index(texts, header).as_query_engine(llm=llm, similarity_top_k=K, response_mode=mode).query(QUESTION)
-        )
-
-    return run
-
-
-def synthesizer(llm: LlamaBlend, texts: list[str]) -> str:
-    engine = llama_index(texts, header=True).as_query_engine(
-        llm=llm, similarity_top_k=K, response_synthesizer=BlendSynthesizer(llm)
-    )
+def query(llm: LlamaBlend, texts: list[str], header: bool = False, **options: Any) -> str:
+    engine = llama_index(texts, header).as_query_engine(llm=llm, similarity_top_k=K, **options)
     return str(engine.query(QUESTION))
 
 
-def chat_engine_of(mode: ChatMode) -> Callable[[LlamaBlend, list[str]], str]:
-    def run(llm: LlamaBlend, texts: list[str]) -> str:
-        return str(llama_index(texts).as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=K).chat(QUESTION))
-
-    return run
+def chat(llm: LlamaBlend, texts: list[str], mode: ChatMode) -> str:
+    return str(llama_index(texts).as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=K).chat(QUESTION))
 
 
 def llama_index(texts: list[str], header: bool = False) -> VectorStoreIndex:
@@ -190,15 +173,15 @@ def llama_index(texts: list[str], header: bool = False) -> VectorStoreIndex:
 
 
 LLAMA: dict[str, Callable[[LlamaBlend, list[str]], str]] = {
-    "compact": query_engine(ResponseMode.COMPACT),
-    "compact, nodes with metadata": query_engine(ResponseMode.COMPACT, header=True),
-    "refine": query_engine(ResponseMode.REFINE),
-    "tree_summarize": query_engine(ResponseMode.TREE_SUMMARIZE),
-    "accumulate": query_engine(ResponseMode.ACCUMULATE),
-    "compact_accumulate": query_engine(ResponseMode.COMPACT_ACCUMULATE),
-    "BlendSynthesizer": synthesizer,
-    "chat engine, context": chat_engine_of(ChatMode.CONTEXT),
-    "chat engine, condense_plus_context": chat_engine_of(ChatMode.CONDENSE_PLUS_CONTEXT),
+    "compact": partial(query, response_mode=ResponseMode.COMPACT),
+    "compact, nodes with metadata": partial(query, header=True, response_mode=ResponseMode.COMPACT),
+    "refine": partial(query, response_mode=ResponseMode.REFINE),
+    "tree_summarize": partial(query, response_mode=ResponseMode.TREE_SUMMARIZE),
+    "accumulate": partial(query, response_mode=ResponseMode.ACCUMULATE),
+    "compact_accumulate": partial(query, response_mode=ResponseMode.COMPACT_ACCUMULATE),
+    "BlendSynthesizer": lambda llm, texts: query(llm, texts, True, response_synthesizer=BlendSynthesizer(llm)),
+    "chat engine, context": partial(chat, mode=ChatMode.CONTEXT),
+    "chat engine, condense_plus_context": partial(chat, mode=ChatMode.CONDENSE_PLUS_CONTEXT),
 }
 
 
@@ -333,13 +316,13 @@ def test_what_cannot_be_recognised_is_named(
 ) -> None:
     # A passage without line breaks survives a Python list's repr; one with them does not.
     broken = [text for text in passages if "\n" in text]
-    chat = ChatBlend(engine=chat_engine, max_tokens=2)
-    list_repr(chat, FixedRetriever(texts=broken))
-    table.append(measured("langchain", "context=retriever", chat, calls, passages, given=2))
+    asked = ChatBlend(engine=chat_engine, max_tokens=2)
+    list_repr(asked, FixedRetriever(texts=broken))
+    table.append(measured("langchain", "context=retriever", asked, calls, passages, given=2))
     table[-1].reason = "the documents' Python repr: line breaks are escaped, so the text is another one"
     calls.clear()
     llama = LlamaBlend(engine=chat_engine, max_tokens=2)
-    query_engine(ResponseMode.SIMPLE_SUMMARIZE)(llama, broken)
+    query(llama, broken, response_mode=ResponseMode.SIMPLE_SUMMARIZE)
     table.append(measured("llamaindex", "simple_summarize", llama, calls, passages, given=2))
     table[-1].reason = "LlamaIndex prints a Python list (run-llama/llama_index#22392); use BlendSynthesizer"
     assert [row.recognised for row in table[-2:]] == [0, 0]

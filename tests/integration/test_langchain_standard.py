@@ -186,7 +186,7 @@ class TestPrecomputingVectorStore(VectorStoreIntegrationTests):
         return PrecomputingVectorStore(InMemoryVectorStore(self.get_embeddings()), chat_engine)
 
 
-class TestBlendEmbeddingsUnit(EmbeddingsUnitTests):
+class _Embeddings:
     @property
     def embeddings_class(self) -> type[BlendEmbeddings]:
         return BlendEmbeddings
@@ -196,11 +196,7 @@ class TestBlendEmbeddingsUnit(EmbeddingsUnitTests):
         return {"embedder": HashingEmbedder()}
 
 
-class TestBlendEmbeddings(EmbeddingsIntegrationTests):
-    @property
-    def embeddings_class(self) -> type[BlendEmbeddings]:
-        return BlendEmbeddings
+class TestBlendEmbeddingsUnit(_Embeddings, EmbeddingsUnitTests): ...
 
-    @property
-    def embedding_model_params(self) -> dict[str, Any]:
-        return {"embedder": HashingEmbedder()}
+
+class TestBlendEmbeddings(_Embeddings, EmbeddingsIntegrationTests): ...

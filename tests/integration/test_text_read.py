@@ -17,7 +17,6 @@ from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core.llms import ChatMessage, MessageRole
 
 import ragblend.engine.transformers.blend as blend_module
-from ragblend.corpus.chunk_registry import ChunkRegistry
 from ragblend.engine.report import MODES
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -225,19 +224,3 @@ def test_every_ingested_text_that_stands_alone_is_recognised(
     answer = ChatBlend(engine=reader.engine, max_tokens=1).invoke([("system", f"Use:\n{context}"), ("human", "Who?")])
     report = answer.response_metadata["ragblend"]
     assert (report["num_chunks"], report["num_chunk_hits"]) == (len(texts), len(texts))
-
-
-def test_a_model_with_a_registry_reads_what_one_without_reads(readers: dict[str, Callable[[], Reader]]) -> None:
-    """The case that started it: a number went through the middle, and full prefill read it in two."""
-    prompt = "Facts: The total cost of the project was 125,000 euro. How much was it?"
-    for make in readers.values():
-        reader = make()
-        precompute_documents(["The total cost of the project was 12"], reader.engine)
-        reader.read.clear()
-        for mode in MODES:
-            BlendLLM(engine=reader.engine, max_tokens=1, mode=mode).invoke(prompt)
-            with_registry = max(reader.read, key=len)
-            reader.read.clear()
-            BlendLLM(engine=reader.engine, max_tokens=1, mode=mode, registry=ChunkRegistry()).invoke(prompt)
-            assert max(reader.read, key=len) == with_registry
-            reader.read.clear()

@@ -10,7 +10,6 @@ import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.llms import ChatMessage, MessageRole
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
@@ -55,11 +54,6 @@ def llm(tiny_engine: Callable[..., TransformersEngine], chat_segmenter: Segmente
 
 TOOLS = [FunctionTool.from_defaults(search), FunctionTool.from_defaults(fill)]
 ASKED = PromptTemplate("Which tower is {which}?")
-
-
-def test_it_is_a_function_calling_llm(llm: BlendLLM) -> None:
-    assert isinstance(llm, FunctionCallingLLM)
-    assert llm.metadata.is_function_calling_model
 
 
 async def test_structured_predict_gives_the_class(llm: BlendLLM) -> None:

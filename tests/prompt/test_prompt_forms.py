@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ FORMS: dict[str, list[tuple[str, str | Part | Sequence[Part]]]] = {
         ("assistant", " x\n"),
         ("user", ["\n", found("two"), "\n \n"]),
     ],
+    "more than ten turns": [("assistant" if index % 2 else "user", f"turn {index}.") for index in range(23)],
+    "texts like slots": [
+        ("system", "RAGBLENDSLOT1END"),
+        ("user", [Chunk("RAGBLENDSLOT0END"), "RAGBLENDSLOT1END"]),
+    ],
     "a thought": [
         ("user", "hello"),
         ("assistant", "<think>\nhm\n</think>\n\nhi"),
@@ -116,21 +122,14 @@ def read_and_written(
     return tokenizer.decode(ids, skip_special_tokens=False), written
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("template", TEMPLATES)
+TURNS_STAY = itertools.product(["plain", "dated", "thinks"], ["two questions", "two system texts"])
+
+
+@pytest.mark.parametrize(("template", "form"), [*itertools.product(TEMPLATES, FORMS), *TURNS_STAY])
 def test_a_conversation_reads_as_the_models_own_template_writes_it(
     template: str, form: str, make_tokenizer: Callable[..., Any]
 ) -> None:
-    read, written = read_and_written(make_tokenizer, template, FORMS[form])
-    assert read == written
-
-
-@pytest.mark.parametrize("form", ["two questions", "two system texts"])
-@pytest.mark.parametrize("template", ["plain", "dated", "thinks"])
-def test_two_turns_of_one_role_stay_two_where_the_template_takes_them(
-    template: str, form: str, make_tokenizer: Callable[..., Any]
-) -> None:
-    read, written = read_and_written(make_tokenizer, template, ROWS[form])
+    read, written = read_and_written(make_tokenizer, template, (FORMS | ROWS)[form])
     assert read == written
 
 
