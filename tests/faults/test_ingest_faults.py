@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import small_disk
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
@@ -21,6 +22,7 @@ from ragblend.precompute import ingest, open_engine_index
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
 NUM_FLIPS = 200 if FULL else 50
+INGEST = {"chunk_size": 112, "embedder": "hashing", "glob": "*.md"}
 
 # One process imports everything and forks a child per attempt, so that a kill costs milliseconds, not an import.
 KILLER = """
@@ -60,9 +62,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
     if (tmp_path / "kv").exists():
         assert [result for result in DiskStore(tmp_path / "kv").verify() if not result.ok] == []
     with load_engine("demo", tmp_path / "kv") as engine:
-        report = ingest(
-            tmp_path / "corpus", engine, tmp_path / "index", chunk_size=112, embedder="hashing", glob="*.md"
-        )
+        report = ingest(tmp_path / "corpus", engine, tmp_path / "index", **INGEST)
         with open_index(tmp_path / "index") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
             assert index.find_problems() == []
@@ -77,7 +77,7 @@ def ingested(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flips")
     sample_corpus().write(root / "corpus")
     with load_engine("demo", root / "kv") as engine:
-        ingest(root / "corpus", engine, root / "index", chunk_size=112, embedder="hashing", glob="*.md")
+        ingest(root / "corpus", engine, root / "index", **INGEST)
     return root
 
 
@@ -129,14 +129,7 @@ def test_verify_names_every_flipped_file(ingested, counted):
 
 def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, counted):
     """A real file system of 2 MiB; forecast and limit are switched off, so that writing itself meets the disk's end."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    try:
+    with small_disk(tmp_path / "small", "2m") as small:
         sample_corpus().write(tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.check_room = lambda *a: ''\n"
@@ -153,5 +146,3 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
         assert results
         assert all(result.ok for result in results)
         counted(f"ingestion onto a full disk: exit code 1, {len(results)} entries written before, all whole")
-    finally:
-        subprocess.run(["umount", str(small)], check=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from forgery import FORGERIES, PLANTS, Victim, remove
-from servers import free_port, running_redis
+from servers import point_s3_at, running_redis, running_s3
 
 from ragblend.engine.store.base import VerifyResult
 from ragblend.engine.store.disk import DiskStore
@@ -54,6 +54,10 @@ class Tier:
     def remote(self, key: StoreKey | None) -> RemoteStore:
         assert self._values is not None
         return RemoteStore(self._values, timeout_s=60, store_key=key)
+
+    @property
+    def name(self) -> str:
+        return "disk" if self.url is None else self.url.partition("://")[0]
 
     def place(self, key: str) -> Path:
         path = self.root / key[:2] / f"{key}.safetensors"
@@ -98,19 +102,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "redis":
         yield Tier(tmp_path / "kv", request.getfixturevalue("redis_url"))
     else:
-        moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-        pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
-        server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
-        server.start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "test")
         import boto3
 
-        boto3.client("s3").create_bucket(Bucket="tests")
-        yield Tier(tmp_path / "kv", "s3://tests/kv")
-        server.stop()
+        with running_s3() as port:
+            point_s3_at(port, monkeypatch)
+            boto3.client("s3").create_bucket(Bucket="tests")
+            yield Tier(tmp_path / "kv", "s3://tests/kv")
 
 
 class Asker:
@@ -142,9 +139,22 @@ class Asker:
         prefilled = engine.prefill(request)
         return prefilled.logits, prefilled.report.chunks[0].hit
 
-    def store_others(self, store: TieredStore) -> None:
+    def ask_planted(
+        self, tier: Tier, key: StoreKey | None, plant: Callable[[], None], mode: str, ratio: float
+    ) -> tuple[TieredStore, torch.Tensor, bool]:
+        """A fresh store in which the first chunk's entry is planted, and what `ask` says of it."""
+        tier.clear(self.key)
+        store = tier.open(key)
         for kv in self.others:
             store.put(kv)
+        plant()
+        return store, *self.ask(store, mode, ratio)
+
+    def reason(self, tier: Tier, key: StoreKey | None, plant: Callable[[], None], store: TieredStore) -> str | None:
+        """What `verify` says of the planted entry; None if it takes it for a sound one."""
+        tier.clear(self.key)
+        plant()
+        return {result.key: result.reason for result in tier.verify(key, store) if not result.ok}.get(self.key)
 
 
 @pytest.fixture
@@ -175,55 +185,39 @@ def peak_bytes() -> int:
 def test_with_a_key_nothing_planted_is_used_or_promoted_and_verify_names_it_all(
     tier: Tier, asker: Asker, counted: Counted
 ) -> None:
-    kinds, num_asked, unsigned = plants_for(tier, asker.victim), 0, 0
+    kinds, unsigned = plants_for(tier, asker.victim), 0
     assert len(kinds) >= 30
     before = peak_bytes()
     for name, plant in kinds.items():
         for mode, ratio in MODES:
-            tier.clear(asker.key)
-            store = tier.open(OWN)
-            asker.store_others(store)
-            plant()
-            logits, hit = asker.ask(store, mode, ratio)
+            store, logits, hit = asker.ask_planted(tier, OWN, plant, mode, ratio)
             assert not hit, (name, mode)
             assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
             assert not held_near(tier, store, asker.key), (name, mode)
             unsigned += store.counters.num_unsigned
-            num_asked += 1
-        tier.clear(asker.key)
-        plant()
-        named = {result.key: result.reason for result in tier.verify(OWN, store) if not result.ok}
-        assert named.get(asker.key), name
+        assert asker.reason(tier, OWN, plant, store), name
     assert peak_bytes() - before < BOMB_BYTES
     assert unsigned > len(MODES) * 5, "entries without the signature are counted as that"
-    where = "disk" if tier.url is None else tier.url.partition("://")[0]
+    num_asked = len(kinds) * len(MODES)
     counted(
-        f"{where}, with a key: {len(kinds)} kinds of planted entries, {num_asked} requests: 0 used, 0 promoted, all "
-        f"named by verify"
+        f"{tier.name}, with a key: {len(kinds)} kinds of planted entries, {num_asked} requests: 0 used, 0 promoted, "
+        "all named by verify"
     )
 
 
 def test_without_a_key_nothing_planted_raises_or_takes_memory(tier: Tier, asker: Asker, counted: Counted) -> None:
     """A lie of the right shape is believed then: that is what the key is for."""
-    kinds, num_asked, believed = plants_for(tier, asker.victim), 0, set()
+    kinds, believed = plants_for(tier, asker.victim), set()
     before = peak_bytes()
     for name, plant in kinds.items():
         for mode, ratio in MODES:
-            tier.clear(asker.key)
-            store = tier.open(None)
-            asker.store_others(store)
-            plant()
-            logits, hit = asker.ask(store, mode, ratio)
+            store, logits, hit = asker.ask_planted(tier, None, plant, mode, ratio)
             assert torch.isfinite(logits).all(), (name, mode)
             if hit:
                 believed.add(name)
             else:
                 assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
-            num_asked += 1
-        tier.clear(asker.key)
-        plant()
-        named = {result.key for result in tier.verify(None, store) if not result.ok}
-        assert (asker.key in named) is (name not in believed), name
+        assert (asker.reason(tier, None, plant, store) is None) is (name in believed), name
     assert peak_bytes() - before < BOMB_BYTES
     true = {"the truth, unsigned", "the truth, signed by another key"}
     lies = {
@@ -238,9 +232,9 @@ def test_without_a_key_nothing_planted_raises_or_takes_memory(tier: Tier, asker:
         "other tensors and digests under a signature",
     }
     assert believed - {"a link to a lie"} == true | lies
-    where = "disk" if tier.url is None else tier.url.partition("://")[0]
+    num_asked = len(kinds) * len(MODES)
     counted(
-        f"{where}, without a key: {len(kinds)} kinds, {num_asked} requests: no exception, {len(believed)} kinds "
+        f"{tier.name}, without a key: {len(kinds)} kinds, {num_asked} requests: no exception, {len(believed)} kinds "
         "believed (whole and of the right shape), the rest a miss and named by verify"
     )
 
