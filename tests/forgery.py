@@ -39,6 +39,10 @@ class Victim(NamedTuple):
         """The true entry, signed with the own key."""
         return encode_chunk(self.true, self.own)
 
+    @property
+    def key(self) -> str:
+        return self.true.header.key
+
     def in_namespace(self, namespace: str) -> MemoryKV:
         """The lie as another tenant would have stored it."""
         return self._rekeyed(replace(self.true.header, namespace=namespace))
@@ -171,16 +175,14 @@ FORGERIES: dict[str, Callable[[Victim], bytes]] = {
     "a lie, signed by another key": lambda v: encode_chunk(v.lie, v.other_key),
     "another chunk's entry, renamed": lambda v: encode_chunk(v.other, v.own),
     "another key's entry of another chunk, renamed": lambda v: encode_chunk(v.other, v.other_key),
-    "another chunk's entry under this one's name": lambda v: edited(
-        encode_chunk(v.other, v.own), key=v.true.header.key
-    ),
+    "another chunk's entry under this one's name": lambda v: edited(encode_chunk(v.other, v.own), key=v.key),
     "another namespace's entry, replayed": lambda v: encode_chunk(v.in_namespace("other"), v.own),
     "another namespace's entry, its namespace edited": lambda v: edited(
-        encode_chunk(v.in_namespace("other"), v.own), namespace="", key=v.true.header.key
+        encode_chunk(v.in_namespace("other"), v.own), namespace="", key=v.key
     ),
     "another model's entry, replayed": lambda v: encode_chunk(v.of_model("other"), v.own),
     "another model's entry, its model edited": lambda v: edited(
-        encode_chunk(v.of_model("other"), v.own), fingerprint=v.true.header.fingerprint, key=v.true.header.key
+        encode_chunk(v.of_model("other"), v.own), fingerprint=v.true.header.fingerprint, key=v.key
     ),
     "token ids edited": lambda v: edited(v.signed, token_ids=list(v.lie.header.token_ids)[::-1]),
     "prefix ids edited": lambda v: edited(v.signed, prefix_ids=[7, 7]),

@@ -88,10 +88,10 @@ def test_search_and_stats_describe_the_index(run, questions):
     assert facts["num_stored_chunks"] == facts["num_chunks"]
 
 
-def test_chat_keeps_earlier_turns_as_exact_prefix(run, questions, monkeypatch):
-    asked = [item["question"] for item in questions[:3]]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(asked) + "\n\n"))
-    code, out, err = run("chat", "-k", "2", "--max-tokens", "8", *PLACE)
+@pytest.mark.parametrize("flags", [("-k", "2", *PLACE), ("--demo",)], ids=["own corpus", "demo"])
+def test_chat_answers_every_line_until_an_empty_one(run, questions, monkeypatch, flags):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(item["question"] for item in questions[:3]) + "\n\n"))
+    code, out, err = run("chat", *flags, "--max-tokens", "8")
     assert code == 0
     assert len([line for line in out.splitlines() if line.strip()]) == 3
     assert err.count("chunks from the store") == 3
@@ -485,15 +485,6 @@ def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatc
     assert facts["totals"]["full"]["num_questions"] == 0
     assert set(facts["questions"][0]["modes"]) == set(MODES)
     assert all(found["answer"] for found in facts["questions"][0]["modes"].values())
-
-
-def test_chat_about_the_demo_needs_nothing_else(run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Borics based?\nWhat does Nexon sell?\n\n"))
-    code, out, err = run("chat", "--demo", "--max-tokens", "8")
-    assert code == 0
-    assert len([line for line in out.splitlines() if line.strip()]) == 2
-    assert err.count("chunks from the store") == 2
 
 
 def test_kv_dtype_is_chosen_at_ingest_kept_by_the_next_and_changed_by_precompute(run, questions, monkeypatch, tmp_path):

@@ -23,6 +23,8 @@ from forked import Commands, Done, Kill
 from places import INGEST, PLACE, Place, secret, succeeded
 from servers import RedisServer, running_redis
 
+from ragblend.index import open_index
+
 pytestmark = pytest.mark.timeout(1800)
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
@@ -212,13 +214,10 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
     """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
-    script = (
-        "from ragblend.index import open_index\n"
-        "with open_index('index') as index:\n"
-        "    for source in index.sources()[::2]: index.remove_document(source)\n"
-        "    index.doom([], index.leftovers())\n"
-    )
-    succeeded(commands.run(cwd=place.work, script=script))
+    with open_index(place.work / "index") as index:
+        for source in index.sources()[::2]:
+            index.remove_document(source)
+        index.doom([], index.leftovers())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):

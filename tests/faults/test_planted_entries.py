@@ -31,6 +31,20 @@ TEXTS = ("the theory of the other chunk", "answer the question with it", "what i
 LIE = "that is what the chunk answers"
 MODES: tuple[tuple[str, float], ...] = (("blend", 1.0), ("blend", 0.15), ("prefix", 0.0))
 BOMB_BYTES = 256 << 20  # a planted entry holds a few KB
+WHOLE_AND_UNSIGNED = {
+    "the truth, unsigned",
+    "the truth, signed by another key",
+    "a lie with redone checksums",
+    "a lie in eight bits",
+    "a lie, signed by another key",
+    "a signature of zeros",
+    "a signature that is no text",
+    "another model's entry, its model edited",
+    "another namespace's entry, its namespace edited",
+    "made older than signatures",
+    "other tensors and digests under a signature",
+}
+"""Kinds that are sound to whoever checks no signature."""
 
 Counted = Callable[[str], None]
 
@@ -139,23 +153,6 @@ class Asker:
         prefilled = engine.prefill(request)
         return prefilled.logits, prefilled.report.chunks[0].hit
 
-    def ask_planted(
-        self, tier: Tier, key: StoreKey | None, plant: Callable[[], None], mode: str, ratio: float
-    ) -> tuple[TieredStore, torch.Tensor, bool]:
-        """A fresh store in which the first chunk's entry is planted, and what `ask` says of it."""
-        tier.clear(self.key)
-        store = tier.open(key)
-        for kv in self.others:
-            store.put(kv)
-        plant()
-        return store, *self.ask(store, mode, ratio)
-
-    def reason(self, tier: Tier, key: StoreKey | None, plant: Callable[[], None], store: TieredStore) -> str | None:
-        """What `verify` says of the planted entry; None if it takes it for a sound one."""
-        tier.clear(self.key)
-        plant()
-        return {result.key: result.reason for result in tier.verify(key, store) if not result.ok}.get(self.key)
-
 
 @pytest.fixture
 def asker(tiny_engine: Callable[..., Any]) -> Asker:
@@ -182,60 +179,41 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def test_with_a_key_nothing_planted_is_used_or_promoted_and_verify_names_it_all(
-    tier: Tier, asker: Asker, counted: Counted
+@pytest.mark.parametrize("store_key", [OWN, None], ids=["with a key", "without a key"])
+def test_nothing_planted_raises_takes_memory_or_is_used_unless_it_is_whole_and_there_is_no_key(
+    store_key: StoreKey | None, tier: Tier, asker: Asker, counted: Counted
 ) -> None:
-    kinds, unsigned = plants_for(tier, asker.victim), 0
+    """Without a key a lie of the right shape is believed: that is what the key is for. `verify` names all others."""
+    kinds, used, num_unsigned = plants_for(tier, asker.victim), set(), 0
     assert len(kinds) >= 30
     before = peak_bytes()
     for name, plant in kinds.items():
         for mode, ratio in MODES:
-            store, logits, hit = asker.ask_planted(tier, OWN, plant, mode, ratio)
-            assert not hit, (name, mode)
-            assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
-            assert not held_near(tier, store, asker.key), (name, mode)
-            unsigned += store.counters.num_unsigned
-        assert asker.reason(tier, OWN, plant, store), name
-    assert peak_bytes() - before < BOMB_BYTES
-    assert unsigned > len(MODES) * 5, "entries without the signature are counted as that"
-    num_asked = len(kinds) * len(MODES)
-    counted(
-        f"{tier.name}, with a key: {len(kinds)} kinds of planted entries, {num_asked} requests: 0 used, 0 promoted, "
-        "all named by verify"
-    )
-
-
-def test_without_a_key_nothing_planted_raises_or_takes_memory(tier: Tier, asker: Asker, counted: Counted) -> None:
-    """A lie of the right shape is believed then: that is what the key is for."""
-    kinds, believed = plants_for(tier, asker.victim), set()
-    before = peak_bytes()
-    for name, plant in kinds.items():
-        for mode, ratio in MODES:
-            store, logits, hit = asker.ask_planted(tier, None, plant, mode, ratio)
+            tier.clear(asker.key)
+            store = tier.open(store_key)
+            for kv in asker.others:
+                store.put(kv)
+            plant()
+            logits, hit = asker.ask(store, mode, ratio)
             assert torch.isfinite(logits).all(), (name, mode)
             if hit:
-                believed.add(name)
+                used.add(name)
             else:
                 assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
-        assert (asker.reason(tier, None, plant, store) is None) is (name in believed), name
+            assert hit or not held_near(tier, store, asker.key), (name, mode)
+            num_unsigned += store.counters.num_unsigned
+        tier.clear(asker.key)
+        plant()
+        named = {result.key: result.reason for result in tier.verify(store_key, store) if not result.ok}
+        assert bool(named.get(asker.key)) is (name not in used), name
     assert peak_bytes() - before < BOMB_BYTES
-    true = {"the truth, unsigned", "the truth, signed by another key"}
-    lies = {
-        "a lie with redone checksums",
-        "a lie in eight bits",
-        "a lie, signed by another key",
-        "a signature of zeros",
-        "a signature that is no text",
-        "another model's entry, its model edited",
-        "another namespace's entry, its namespace edited",
-        "made older than signatures",
-        "other tensors and digests under a signature",
-    }
-    assert believed - {"a link to a lie"} == true | lies
-    num_asked = len(kinds) * len(MODES)
+    assert used - {"a link to a lie"} == (WHOLE_AND_UNSIGNED if store_key is None else set())
+    if store_key is not None:
+        assert "a link to a lie" not in used
+        assert num_unsigned > len(MODES) * 5, "entries without the signature are counted as that"
     counted(
-        f"{tier.name}, without a key: {len(kinds)} kinds, {num_asked} requests: no exception, {len(believed)} kinds "
-        "believed (whole and of the right shape), the rest a miss and named by verify"
+        f"{tier.name}, {'without' if store_key is None else 'with'} a key: {len(kinds)} kinds of planted entries, "
+        f"{len(kinds) * len(MODES)} requests: no exception, {len(used)} kinds used, the rest a miss and named by verify"
     )
 
 

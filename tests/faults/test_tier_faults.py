@@ -22,6 +22,7 @@ import torch
 from servers import RedisServer, TcpProxy, point_s3_at, running_redis, running_s3, wait_until
 from tier_support import assert_same, make_kv
 
+from ragblend.engine.store.base import ByteStore
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
@@ -204,31 +205,25 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
     proxy.close()
 
 
-@pytest.mark.parametrize("kind", ["redis", "file", "disk"])
+@pytest.mark.parametrize("kind", ["redis", "file"])
 def test_two_writers_of_one_key_never_show_half_an_entry(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, counted: Counted
 ) -> None:
     """30 (full: 200) writes by each of two writers, read all the while."""
     kv = make_kv(3, tokens=200, num_layers=3)
-    if kind == "disk":
-        writers = [DiskStore(tmp_path / "kv", fsync=False).put for _ in range(2)]
-        read = DiskStore(tmp_path / "kv").get
-    else:
-        url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
-        values = [open_remote(url, timeout_s=60).values for _ in range(2)]
-        writers = [lambda kv, to=to: to.put(kv.header.key, encode_chunk(kv)) for to in values]
-        read = lambda key: open_remote(url, timeout_s=60).get(key)  # noqa: E731
-    writers[0](kv)
+    url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
+    values = [open_remote(url, timeout_s=60).values for _ in range(2)]
+    values[0].put(kv.header.key, encode_chunk(kv))
 
-    def write(writer: Callable[[MemoryKV], object]) -> None:
+    def write(to: ByteStore) -> None:
         for _ in range(NUM_WRITES):
-            writer(kv)
+            to.put(kv.header.key, encode_chunk(kv))
 
     num_reads = 0
     with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(write, writer) for writer in writers]
+        done = [pool.submit(write, to) for to in values]
         while not num_reads or not all(each.done() for each in done):
-            assert_same(read(kv.header.key), kv)
+            assert_same(open_remote(url, timeout_s=60).get(kv.header.key), kv)
             num_reads += 1
     assert not [each.exception() for each in done if each.exception()]
     counted(f"2 writers of one key x {NUM_WRITES} writes ({kind}): {num_reads} reads, every one whole")
