@@ -21,7 +21,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import LayerKV, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.signing import StoreKey
 
 
@@ -34,17 +34,26 @@ class Victim(NamedTuple):
     own: StoreKey
     other_key: StoreKey
 
+    @property
+    def signed(self) -> bytes:
+        """The true entry, signed with the own key."""
+        return encode_chunk(self.true, self.own)
+
+    @property
+    def key(self) -> str:
+        return self.true.header.key
+
     def in_namespace(self, namespace: str) -> MemoryKV:
         """The lie as another tenant would have stored it."""
-        header = self.true.header
-        key = chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, namespace)
-        return MemoryKV(replace(header, key=key, namespace=namespace), self.lie.layers)
+        return self._rekeyed(replace(self.true.header, namespace=namespace))
 
     def of_model(self, fingerprint: str) -> MemoryKV:
         """The lie as another model's."""
-        header = self.true.header
-        key = chunk_key(fingerprint, header.prefix_ids, header.token_ids, header.namespace)
-        return MemoryKV(replace(header, key=key, fingerprint=fingerprint), self.lie.layers)
+        return self._rekeyed(replace(self.true.header, fingerprint=fingerprint))
+
+    def _rekeyed(self, header: KVHeader) -> MemoryKV:
+        key = chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace)
+        return MemoryKV(replace(header, key=key), self.lie.layers)
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
@@ -135,38 +144,20 @@ def moved(table: dict[str, Any], name: str, **facts: Any) -> None:
     table[name] = {**table[name], **facts}
 
 
-def _swapped(data: bytes, lie: MemoryKV) -> bytes:
+def _swapped(victim: Victim) -> bytes:
     """A signed header over other tensors."""
-    facts, table, _ = parts(data)
-    return whole(facts, table, parts(encode_chunk(lie))[2])
+    facts, table, _ = parts(victim.signed)
+    return whole(facts, table, parts(encode_chunk(victim.lie))[2])
 
 
-def _resummed(data: bytes, lie: MemoryKV) -> bytes:
-    """A signed header whose layers' digests are redone for other tensors."""
-    facts, table, _ = parts(data)
-    payload = parts(encode_chunk(lie))[2]
-    return whole({**facts, **digests(facts, table, payload)}, table, payload)
-
-
-def _downgraded(data: bytes, lie: MemoryKV) -> bytes:
-    """A signed entry made into one of before there were signatures."""
-    facts, _, _ = parts(data)
-    _, table, payload = parts(encode_chunk(lie))
-    facts = {name: value for name, value in facts.items() if name not in ("signature", "layers_blake3")}
-    facts["format_version"] = 1
-    return whole({**facts, **digests(facts, table, payload)}, table, payload)
-
-
-def _half_signed(data: bytes) -> bytes:
-    """A signed header that points to checksums that need no key."""
+def _resummed(data: bytes, *dropped: str, **changes: Any) -> bytes:
+    """An entry whose header says less or something else, with layers' digests redone."""
     facts, table, payload = parts(data)
-    digest = digests({}, table, payload)
-    return whole(
-        {**{name: value for name, value in facts.items() if name != "layers_blake3"}, **digest}, table, payload
-    )
+    facts = {name: value for name, value in facts.items() if name not in dropped} | changes
+    return whole({**facts, **digests(facts, table, payload)}, table, payload)
 
 
-def _nested(data: bytes) -> bytes:
+def _nested() -> bytes:
     text = b'{"__metadata__":{"ragblend":"{\\"header_xxh3_128\\":\\"' + b"0" * 32 + b'\\"}"},"x":' + b"[" * 200_000
     return sealed_header(text)
 
@@ -184,33 +175,31 @@ FORGERIES: dict[str, Callable[[Victim], bytes]] = {
     "a lie, signed by another key": lambda v: encode_chunk(v.lie, v.other_key),
     "another chunk's entry, renamed": lambda v: encode_chunk(v.other, v.own),
     "another key's entry of another chunk, renamed": lambda v: encode_chunk(v.other, v.other_key),
-    "another chunk's entry under this one's name": lambda v: edited(
-        encode_chunk(v.other, v.own), key=v.true.header.key
-    ),
+    "another chunk's entry under this one's name": lambda v: edited(encode_chunk(v.other, v.own), key=v.key),
     "another namespace's entry, replayed": lambda v: encode_chunk(v.in_namespace("other"), v.own),
     "another namespace's entry, its namespace edited": lambda v: edited(
-        encode_chunk(v.in_namespace("other"), v.own), namespace="", key=v.true.header.key
+        encode_chunk(v.in_namespace("other"), v.own), namespace="", key=v.key
     ),
     "another model's entry, replayed": lambda v: encode_chunk(v.of_model("other"), v.own),
     "another model's entry, its model edited": lambda v: edited(
-        encode_chunk(v.of_model("other"), v.own), fingerprint=v.true.header.fingerprint, key=v.true.header.key
+        encode_chunk(v.of_model("other"), v.own), fingerprint=v.true.header.fingerprint, key=v.key
     ),
-    "token ids edited": lambda v: edited(encode_chunk(v.true, v.own), token_ids=list(v.lie.header.token_ids)[::-1]),
-    "prefix ids edited": lambda v: edited(encode_chunk(v.true, v.own), prefix_ids=[7, 7]),
-    "a context claimed": lambda v: edited(encode_chunk(v.true, v.own), context=[1]),
-    "a context longer than its prefix": lambda v: edited(encode_chunk(v.true, v.own), context=[1 << 40]),
-    "a context of nothing": lambda v: edited(encode_chunk(v.true, v.own), context=[0]),
-    "a context of less than nothing": lambda v: edited(encode_chunk(v.true, v.own), context=[1, -1]),
-    "a context that is no numbers": lambda v: edited(encode_chunk(v.true, v.own), context="1"),
-    "a context that is true": lambda v: edited(encode_chunk(v.true, v.own), context=[True]),
-    "dtype edited": lambda v: edited(encode_chunk(v.true, v.own), dtype="bfloat16"),
+    "token ids edited": lambda v: edited(v.signed, token_ids=list(v.lie.header.token_ids)[::-1]),
+    "prefix ids edited": lambda v: edited(v.signed, prefix_ids=[7, 7]),
+    "a context claimed": lambda v: edited(v.signed, context=[1]),
+    "a context longer than its prefix": lambda v: edited(v.signed, context=[1 << 40]),
+    "a context of nothing": lambda v: edited(v.signed, context=[0]),
+    "a context of less than nothing": lambda v: edited(v.signed, context=[1, -1]),
+    "a context that is no numbers": lambda v: edited(v.signed, context="1"),
+    "a context that is true": lambda v: edited(v.signed, context=[True]),
+    "dtype edited": lambda v: edited(v.signed, dtype="bfloat16"),
     "an unknown dtype": lambda v: edited(encode_chunk(v.lie), dtype="float64"),
-    "other tensors under a signed header": lambda v: _swapped(encode_chunk(v.true, v.own), v.lie),
-    "other tensors and digests under a signature": lambda v: _resummed(encode_chunk(v.true, v.own), v.lie),
+    "other tensors under a signed header": _swapped,
+    "other tensors and digests under a signature": lambda v: _resummed(_swapped(v)),
     "a signature of zeros": lambda v: edited(encode_chunk(v.lie, v.own), signature="0" * 64),
     "a signature that is no text": lambda v: edited(encode_chunk(v.lie, v.own), signature="é" * 64),
-    "made older than signatures": lambda v: _downgraded(encode_chunk(v.true, v.own), v.lie),
-    "signed over checksums without a key": lambda v: _half_signed(encode_chunk(v.lie, v.own)),
+    "made older than signatures": lambda v: _resummed(_swapped(v), "signature", "layers_blake3", format_version=1),
+    "signed over checksums without a key": lambda v: _resummed(encode_chunk(v.lie, v.own), "layers_blake3"),
     "a format version from the future": lambda v: edited(encode_chunk(v.lie), format_version=99),
     "another layout": lambda v: edited(encode_chunk(v.lie), layout_version=2),
     "no layers": lambda v: encode_chunk(cut(v.lie, 0)),
@@ -231,11 +220,11 @@ FORGERIES: dict[str, Callable[[Victim], bytes]] = {
         encode_chunk(v.lie), lambda table, _: moved(table, "layer.000.keys", shape=[-2, -1, 16])
     ),
     "a terabyte of tensors": lambda v: retold(encode_chunk(v.lie), _huge_table),
-    "a header cut short": lambda v: encode_chunk(v.true, v.own)[:200],
-    "a layer cut short": lambda v: encode_chunk(v.true, v.own)[:-5],
-    "bytes behind the end": lambda v: encode_chunk(v.true, v.own) + b"\0" * 64,
+    "a header cut short": lambda v: v.signed[:200],
+    "a layer cut short": lambda v: v.signed[:-5],
+    "bytes behind the end": lambda v: v.signed + b"\0" * 64,
     "a header of 2^60 bytes": lambda v: (1 << 60).to_bytes(8, "little") + encode_chunk(v.lie)[8:],
-    "brackets without end": lambda v: _nested(encode_chunk(v.lie)),
+    "brackets without end": lambda v: _nested(),
     "nothing": lambda v: b"",
     "no entry at all": lambda v: bytes(range(256)) * 16,
 }
@@ -255,7 +244,7 @@ def _sparse(path: Path, victim: Victim) -> None:
 
 
 def _long(path: Path, victim: Victim) -> None:
-    path.write_bytes(encode_chunk(victim.true, victim.own))
+    path.write_bytes(victim.signed)
     os.truncate(path, 1 << 40)
 
 

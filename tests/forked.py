@@ -13,9 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 CHILD = r"""
@@ -64,7 +62,6 @@ def watch(root, tell):
 
 def child(order, moments, out, err):
     os.chdir(order["cwd"])
-    os.environ.update(order["env"])
     for number, target in ((1, out), (2, err)):
         os.dup2(target, number)
     if order["limit_bytes"] is not None:
@@ -76,14 +73,11 @@ def child(order, moments, out, err):
         count += 1
         os.write(moments, count.to_bytes(4, "little"))
 
-    watch(order["root"], tell)
+    watch(order["cwd"], tell)
     code = 0
     try:
-        if order["script"]:
-            exec(compile(order["script"], "script", "exec"), {"__name__": "__main__", "argv": order["argv"]})
-        else:
-            sys.argv = ["ragblend", *order["argv"]]
-            cli.main()
+        sys.argv = ["ragblend", *order["argv"]]
+        cli.main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except BaseException:
@@ -145,8 +139,7 @@ for line in sys.stdin:
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    elapsed_s = time.monotonic() - start_s
-    facts = {"code": code, "count": count, "elapsed_s": elapsed_s, "killed": killed}
+    facts = {"code": code, "count": count, "killed": killed}
     print(json.dumps({**facts, "out": said(outs[0]), "err": said(errs[0])}), flush=True)
 """
 
@@ -165,7 +158,6 @@ class Done(NamedTuple):
     out: str
     err: str
     count: int
-    elapsed_s: float
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -196,21 +188,16 @@ class Commands:
         self,
         *argv: str | Path,
         cwd: Path,
-        script: str = "",
         kill: Kill | None = None,
         limit_bytes: int | None = None,
-        env: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
     ) -> Done:
-        """`ragblend ARGV` in the folder `cwd`, or a Python script that finds `argv`, until it ends or is killed."""
+        """`ragblend ARGV` in the folder `cwd`, until it ends or is killed."""
         order = {
             "argv": [os.fspath(each) for each in argv],
             "cwd": str(cwd),
-            "root": str(cwd),
-            "script": script,
             "kill": kill._asdict() if kill else None,
             "limit_bytes": limit_bytes,
-            "env": dict(env or {}),
             "timeout_s": timeout_s,
         }
         assert self._process.stdin is not None
@@ -220,17 +207,12 @@ class Commands:
         facts = json.loads(self._process.stdout.readline())
         if facts["killed"] and not kill:
             raise AssertionError(f"{argv} took longer than {timeout_s} s: {facts['out']}{facts['err']}")
-        return Done(facts["code"], facts["out"], facts["err"], facts["count"], facts["elapsed_s"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        return Done(facts["code"], facts["out"], facts["err"], facts["count"])
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()

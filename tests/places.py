@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from forked import Done
 
 PLACE = ("--index", "index", "--store", "kv")
@@ -48,3 +52,16 @@ def succeeded(done: Done, *codes: int) -> Done:
     assert done.code in (codes or (0,)), done
     assert "Traceback" not in done.err, done.err
     return done
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size at `folder`; skips the test where mounting one is not permitted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from servers import free_port
 
 PASSWORD = "hush/hush"  # spelled %2F in a URL
 UNPRIVILEGED_ID = 65534  # the server refuses to run as root
@@ -28,7 +28,7 @@ def running_postgres() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="ragblend-postgres-"))
     try:
         binaries = _installed(Path(packed.__file__).parent, folder)
-        data, port = folder / "data", _free_port()
+        data, port = folder / "data", free_port()
         options = ["-U", "ragblend", "-A", "scram-sha-256", "--no-sync", "-E", "UTF8", "--locale=C"]
         _run(folder, [binaries / "initdb", "-D", data, *options, "--pwfile", _password_file(folder)])
         server = subprocess.Popen(
@@ -74,12 +74,6 @@ def _unprivileged_user() -> dict[str, object]:
 def _run(folder: Path, command: list[object]) -> None:
     done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, **_unprivileged_user())
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

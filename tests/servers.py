@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +29,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Return as soon as `claim()` holds, and fail with `what` when it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.01)
 
 
 class RedisServer:
@@ -49,10 +57,7 @@ class RedisServer:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command = [REDIS_BINARY, *arguments, "--dir", str(self._directory), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline_s = time.monotonic() + 10
-        while not self._answers():
-            assert time.monotonic() < deadline_s, "redis-server did not start within 10 s"
-            time.sleep(0.01)
+        wait_until(self._answers, 10, "redis-server has started")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -69,11 +74,34 @@ class RedisServer:
             return False
 
 
-def running_redis(directory: Path) -> Iterator[RedisServer]:
+def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
     server = RedisServer(directory)
+    server.start(*options)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def running_s3() -> Iterator[int]:
+    """The port of a moto server that stands for S3, empty."""
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
+    server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
     server.start()
-    yield server
-    server.kill()
+    try:
+        yield server.get_host_and_port()[1]
+    finally:
+        server.stop()
+
+
+def point_s3_at(port: int, patch: pytest.MonkeyPatch) -> None:
+    """Make the environment name `127.0.0.1:port` as S3, with keys that moto takes."""
+    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "test")
 
 
 class RedisNodes:
@@ -96,17 +124,8 @@ class RedisNodes:
         for server in self._servers:
             server.cluster_port = free_port()
             (self._directory / f"{server.port}.conf").unlink(missing_ok=True)
-            server.start(
-                *(
-                    "--cluster-enabled",
-                    "yes",
-                    "--cluster-node-timeout",
-                    "1000",
-                    "--cluster-port",
-                    str(server.cluster_port),
-                ),
-                *("--cluster-config-file", f"{server.port}.conf"),
-            )
+            options = f"--cluster-enabled yes --cluster-node-timeout 1000 --cluster-port {server.cluster_port}"
+            server.start(*options.split(), "--cluster-config-file", f"{server.port}.conf")
         *nodes, replica = (redis.Redis(port=server.port) for server in self._servers)
         step = -(-_NUM_SLOTS // len(nodes))
         for number, node in enumerate(nodes):
@@ -115,21 +134,17 @@ class RedisNodes:
             node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server in self._servers[1:]:
             nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.cluster_port)
-        self._wait(lambda: all(node.cluster("INFO")["cluster_state"] == "ok" for node in (*nodes, replica)))
+        every = (*nodes, replica)
+        wait_until(
+            lambda: all(node.cluster("INFO")["cluster_state"] == "ok" for node in every), 60, "the cluster is ok"
+        )
         of = nodes[2].execute_command("CLUSTER", "MYID")
-        self._wait(lambda: bool(replica.execute_command("CLUSTER", "REPLICATE", of)))
-        self._wait(lambda: replica.info("replication")["master_link_status"] == "up")
+        wait_until(lambda: bool(replica.execute_command("CLUSTER", "REPLICATE", of)), 60, "the replica follows")
+        wait_until(lambda: replica.info("replication")["master_link_status"] == "up", 60, "the replica is up to date")
 
     def kill(self) -> None:
         for server in self._servers:
             server.kill()
-
-    @staticmethod
-    def _wait(claim: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 60
-        while not claim():
-            assert time.monotonic() < deadline_s, "the cluster did not come about within 60 s"
-            time.sleep(0.05)
 
 
 _NUM_SLOTS = 16384  # of any cluster
@@ -151,11 +166,9 @@ class HttpServer:
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
             assert self._process.poll() is None, self.log()
-            try:
+            with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
-            except httpx.TransportError:
-                pass
             time.sleep(0.5)
         raise AssertionError(self.log())
 
@@ -179,7 +192,35 @@ class HttpServer:
             self.kill()
 
 
-class TcpProxy:
+class LoopbackServer:
+    """Serves every connection to `port` in a thread of its own, by `_serve`."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self._open: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for connection in (self._server, *self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._server.accept()
+                self.num_connections += 1
+                self._open.append(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class TcpProxy(LoopbackServer):
     """Forwards a loopback port to another, unless `mode` says what to do instead.
 
     pass; delay (`delay_s` before each reply); hang (take everything, answer nothing); drip (one byte a time, 20 ms
@@ -189,30 +230,8 @@ class TcpProxy:
 
     def __init__(self, target_port: int) -> None:
         self.mode, self.delay_s, self.cut_after, self.announced = "pass", 0.0, 0, 0
-        self.num_connections = 0
         self._target = ("127.0.0.1", target_port)
-        self._open: list[socket.socket] = []
-        self._closed = False
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._closed = True
-        for connection in (self._server, *self._open):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            self.num_connections += 1
-            self._open.append(client)
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+        super().__init__()
 
     def _serve(self, client: socket.socket) -> None:
         with suppress(OSError), client:
@@ -227,9 +246,7 @@ class TcpProxy:
         with suppress(OSError):
             while data := client.recv(1 << 16):
                 if self.mode == "error":
-                    client.sendall(
-                        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                    )
+                    client.sendall(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                     break
                 server.sendall(data)
             server.shutdown(socket.SHUT_RDWR)
@@ -260,7 +277,7 @@ class TcpProxy:
                 client.sendall(data)
 
 
-class TalkingServer:
+class TalkingServer(LoopbackServer):
     """Says to every request what `reply` yields for its words, until the client goes away.
 
     The words are those of a Redis command, or of the first line of an HTTP request.
@@ -269,22 +286,7 @@ class TalkingServer:
     def __init__(self, reply: Callable[[list[bytes]], Iterable[bytes]], *, is_http: bool = False) -> None:
         self.num_requests = 0
         self._reply, self._is_http = reply, is_http
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+        super().__init__()
 
     def _serve(self, client: socket.socket) -> None:
         with suppress(OSError), client, client.makefile("rb") as stream:

@@ -16,19 +16,10 @@ app.command()(main)
 
 def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    options = [
-        "--subjects",
-        "tiny",
-        "--sizes",
-        "2,5",
-        "--num-chunks",
-        "2",
-        "--chunk-tokens",
-        "12",
-        "--question-tokens",
-        "4",
-    ]
-    ran = CliRunner().invoke(app, [*options, "--answer-tokens", "6", "--repeats", "2", "--out", str(out)])
+    options = (
+        "--subjects tiny --sizes 2,5 --num-chunks 2 --chunk-tokens 12 --question-tokens 4 --answer-tokens 6 --repeats 2"
+    )
+    ran = CliRunner().invoke(app, [*options.split(), "--out", str(out)])
     assert ran.exit_code == 0, ran.output
     facts = json.loads(out.read_text())
     assert json.loads(ran.stdout.splitlines()[-1]) == facts

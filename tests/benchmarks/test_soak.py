@@ -60,55 +60,49 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
     return [kind for kind, _ in judge(found, REFERENCES, chunks)]
 
 
-def test_a_right_answer_is_right() -> None:
-    assert kinds(attempt(0)) == []
-    assert kinds(attempt(tokens=FULL, mode="full")) == []
-    assert kinds(attempt(0, tokens=FULL, ratio=1.0)) == []
+@pytest.mark.parametrize(
+    ("found", "chunks", "problems"),
+    [
+        (attempt(0), FIRST, []),
+        (attempt(tokens=FULL, mode="full"), FIRST, []),
+        (attempt(0, tokens=FULL, ratio=1.0), FIRST, []),
+        (attempt(0, ratio=1.0), FIRST, ["wrong_answers"]),  # at ratio 1.0 it must be full prefill's
+        (attempt(0, tokens=FULL), FIRST, ["wrong_answers"]),  # full prefill's, though a chunk was reused
+        (attempt(tokens=BLENDED), stored(), ["wrong_answers"]),  # reuse's, though nothing was a hit
+        (attempt(tokens=FULL), stored(), []),
+        (attempt(0, tokens=BLENDED[:7]), FIRST, ["wrong_answers"]),  # too short
+        # A hit of what was never ingested in that namespace, or sent after the answer had come.
+        (attempt(0, 1, tokens=FULL), stored(("acme", 0, 1, 2), ("globex", 1, 1, 2)), ["foreign_hits"]),
+        (attempt(0), stored(("acme", 0, 20.5, 21.0)), ["foreign_hits"]),
+        # A miss of what the replica stores, but neither of what was not there yet nor of the other replica's.
+        (attempt(tokens=FULL), FIRST, ["lost_chunks"]),
+        (attempt(tokens=FULL), stored(("acme", 0, 1.0, 10.5)), []),
+        (replace(attempt(tokens=FULL), replica="replica-1"), FIRST, []),
+        (attempt(tokens=FULL, mode="prefix"), FIRST, []),
+        # Reports that cannot be.
+        (attempt(0, report=None), FIRST, ["without_report"]),
+        (attempt(0, report=report(0, refused_reason="no")), FIRST, ["refused"]),
+        (attempt(0, report=replace(report(0), num_chunk_hits=2)), FIRST, ["wrong_reports"]),
+        # What came before a client hung up is the beginning of a right answer.
+        *(
+            (attempt(tokens=tokens, outcome="left", report=None), FIRST, problems)
+            for tokens, problems in [
+                ((), []), (BLENDED[:3], []), (FULL[:2], []), ((11,), ["wrong_answers"]), ((20, 11), ["wrong_answers"]),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_an_attempt_has_the_problems_that_it_should_have(found: Attempt, chunks: Stored, problems: list[str]) -> None:
+    assert kinds(found, chunks) == problems
+
+
+def test_a_full_prefill_that_reports_hits_is_a_wrong_report() -> None:
+    assert "wrong_reports" in kinds(attempt(0, tokens=FULL, mode="full"))
 
 
 @pytest.mark.parametrize("position", range(8))
 def test_one_other_token_is_a_wrong_answer(position: int) -> None:
     assert kinds(attempt(0, tokens=(*BLENDED[:position], 99, *BLENDED[position + 1 :]))) == ["wrong_answers"]
-
-
-def test_an_answer_is_held_against_the_chunks_that_were_hits() -> None:
-    assert kinds(attempt(0, tokens=FULL)) == ["wrong_answers"]  # full prefill's, though a chunk was reused
-    assert kinds(attempt(tokens=BLENDED), stored()) == ["wrong_answers"]  # reuse's, though nothing was a hit
-    assert kinds(attempt(tokens=FULL), stored()) == []
-    assert kinds(attempt(0, ratio=1.0)) == ["wrong_answers"]  # at ratio 1.0 it must be full prefill's
-
-
-def test_an_answer_that_is_too_short_is_wrong() -> None:
-    assert kinds(attempt(0, tokens=BLENDED[:7])) == ["wrong_answers"]
-
-
-def test_a_hit_of_what_was_never_ingested_in_that_namespace_is_foreign() -> None:
-    others = stored(("acme", 0, 1.0, 2.0), ("globex", 1, 1.0, 2.0))
-    assert kinds(attempt(0, 1, tokens=FULL), others) == ["foreign_hits"]
-    late = stored(("acme", 0, 20.5, 21.0))  # sent after the answer had come
-    assert kinds(attempt(0), late) == ["foreign_hits"]
-
-
-def test_a_miss_of_what_the_replica_stores_is_a_lost_chunk() -> None:
-    assert kinds(attempt(tokens=FULL)) == ["lost_chunks"]
-    assert kinds(attempt(tokens=FULL), stored(("acme", 0, 1.0, 10.5))) == []  # not yet there when it was asked
-    assert kinds(replace(attempt(tokens=FULL), replica="replica-1")) == []  # the other replica's disk
-    assert kinds(attempt(tokens=FULL, mode="prefix")) == []
-
-
-def test_reports_that_cannot_be_are_told() -> None:
-    assert kinds(attempt(0, report=None)) == ["without_report"]
-    assert kinds(attempt(0, report=report(0, refused_reason="no"))) == ["refused"]
-    assert kinds(attempt(0, report=replace(report(0), num_chunk_hits=2))) == ["wrong_reports"]
-    assert "wrong_reports" in kinds(attempt(0, tokens=FULL, mode="full"))
-
-
-def test_what_came_before_a_client_hung_up_is_the_beginning_of_a_right_answer() -> None:
-    def left(*tokens: int) -> list[str]:
-        return kinds(attempt(tokens=tokens, outcome="left", report=None))
-
-    assert left() == left(*BLENDED[:3]) == left(*FULL[:2]) == []
-    assert left(11) == left(20, 11) == ["wrong_answers"]
 
 
 def life(attempts: list[Attempt], **off: float) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_command
+from commands import CommandRunner
 
 from ragblend.demo import WEIGHTS
 from ragblend.engine.tuning.loading_controller import MachineProfile
@@ -36,21 +36,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run_command("analyze", *arguments)
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+    return CommandRunner(capsys)
 
 
-def found_in(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, out, err = run(capsys, *arguments, "--json")
-    assert code == 0, err
-    facts: dict[str, Any] = json.loads(out)
-    return facts
-
-
-def test_a_folder_of_logs_is_one_json_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = found_in(capsys, "logs", "--kv-bytes-per-token", "1000")
+def test_a_folder_of_logs_is_one_json_object(run: CommandRunner) -> None:
+    facts = run.facts("analyze", "logs", "--kv-bytes-per-token", "1000")
     assert facts["schema_version"] == 1
     assert (facts["num_requests"], facts["order"], facts["tokens_are_estimated"]) == (90, "file", True)
     assert sum(facts["shares"].values()) == pytest.approx(1)
@@ -61,30 +53,30 @@ def test_a_folder_of_logs_is_one_json_object(folder: Path, capsys: pytest.Captur
     assert facts["verdict"].endswith("worth it (of 90 requests only: log more)")
 
 
-def test_nothing_of_the_texts_is_printed_unless_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_the_texts_is_printed_unless_asked(run: CommandRunner) -> None:
     Path("logs/c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
     for arguments in (("logs",), ("logs", "--json"), ("logs", "--separator", "[[RB]]")):
-        code, out, err = run(capsys, *arguments)
+        code, out, err = run("analyze", *arguments)
         assert code == 0
         assert not [word for word in ("lease", "signed", "office", "question") if word in out + err]
-    assert "lease" in run(capsys, "logs", "--show-texts")[1]
+    assert "lease" in run("analyze", "logs", "--show-texts")[1]
 
 
-def test_broken_lines_are_named_and_the_rest_is_analysed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_lines_are_named_and_the_rest_is_analysed(run: CommandRunner) -> None:
     with Path("logs/c.jsonl").open("w", encoding="utf-8") as file:
         file.write(json.dumps(request(1)) + '\n{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
-    facts = found_in(capsys, "logs")
+    facts = run.facts("analyze", "logs")
     assert facts["num_requests"] == 91
     assert facts["num_broken"] == 1
     assert facts["broken"][0].startswith("logs/c.jsonl:2: no JSON")
     assert facts["num_other"] == 2
-    assert "1 broken: logs/c.jsonl:2" in run(capsys, "logs")[1]
+    assert "1 broken: logs/c.jsonl:2" in run("analyze", "logs")[1]
 
 
-def test_a_model_counts_its_tokens_and_its_kv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_counts_its_tokens_and_its_kv(run: CommandRunner) -> None:
     from transformers import AutoConfig
 
-    facts = found_in(capsys, "logs", "--model", str(WEIGHTS))
+    facts = run.facts("analyze", "logs", "--model", str(WEIGHTS))
     assert not facts["tokens_are_estimated"]
     config = AutoConfig.from_pretrained(WEIGHTS)
     itemsize = 4 if "float32" in str(config.dtype) else 2
@@ -92,23 +84,23 @@ def test_a_model_counts_its_tokens_and_its_kv(folder: Path, capsys: pytest.Captu
     assert facts["kv_bytes_per_token"] == expected
 
 
-def test_a_profile_gives_seconds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_gives_seconds(run: CommandRunner) -> None:
     profile = MachineProfile(
         "f", {"ranks": 1}, num_layers=32, bytes_per_token=1 << 17, prefill_s=((100.0, 0.1), (1000.0, 1.5)),
         bytes_per_s={"disk": 2e9},
     )  # fmt: skip
     Path("profile.json").write_text(json.dumps({"schema_version": 1, **profile.as_dict()}), encoding="utf-8")
-    facts = found_in(capsys, "logs", "--profile", "profile.json")
+    facts = run.facts("analyze", "logs", "--profile", "profile.json")
     saving = facts["saving"]
     assert saving["unit"] == "seconds"
     assert saving["full"] > saving["prefix"] > saving["blend"] > 0
     assert facts["kv_bytes_per_token"] == 1 << 17
     assert facts["ratio"] == 0.05, "that of the rule of a deep model"
-    assert " s " in run(capsys, "logs", "--profile", "profile.json")[1]
+    assert " s " in run("analyze", "logs", "--profile", "profile.json")[1]
 
 
-def test_a_picture_is_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "logs", "--plot", "out/analyze.png")[0] == 0
+def test_a_picture_is_drawn(run: CommandRunner) -> None:
+    assert run("analyze", "logs", "--plot", "out/analyze.png")[0] == 0
     assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -128,16 +120,16 @@ def test_a_picture_is_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_errors_name_the_value_and_what_to_do(
-    folder: Path, arguments: tuple[str, ...], code: int, words: str, capsys: pytest.CaptureFixture[str]
+    run: CommandRunner, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     Path("empty").mkdir()
     Path("other.jsonl").write_text('{"level": "info"}\n', encoding="utf-8")
-    ended, out, err = run(capsys, *arguments)
+    ended, out, err = run("analyze", *arguments)
     assert (ended, out) == (code, "")
     assert words in err
 
 
-def test_odd_requests_are_counted_like_any_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_requests_are_counted_like_any_other(run: CommandRunner) -> None:
     odd: list[Any] = [
         {"messages": [{"role": "user", "content": ""}]},
         {"messages": [{"role": "user", "content": None}], "timestamp": "not a time"},
@@ -150,11 +142,11 @@ def test_odd_requests_are_counted_like_any_other(folder: Path, capsys: pytest.Ca
         {"prompt": [10, 11, 12], "timestamp": -1e18},
     ]
     Path("odd.jsonl").write_text("".join(json.dumps(each) + "\n" for each in odd * 2), encoding="utf-8")
-    facts = found_in(capsys, "odd.jsonl")
+    facts = run.facts("analyze", "odd.jsonl")
     assert facts["num_requests"] == 2 * (len(odd) - 1)
     assert (facts["num_other"], facts["num_media"], facts["num_broken"]) == (2, 2, 0)
     for arguments in ((), ("--model", str(WEIGHTS))):
-        assert sum(found_in(capsys, "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
+        assert sum(run.facts("analyze", "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
 
 
 def test_a_log_can_be_piped(folder: Path) -> None:
@@ -167,12 +159,12 @@ def test_a_log_can_be_piped(folder: Path) -> None:
     assert json.loads(ended.stdout)["num_requests"] == 20
 
 
-def test_texts_that_a_store_knows_are_chunks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_that_a_store_knows_are_chunks(run: CommandRunner) -> None:
     from ragblend.corpus.chunk_registry import REGISTRY_FILE, ChunkRegistry
 
-    assert found_in(capsys, "logs")["marked_share"] == 0
+    assert run.facts("analyze", "logs")["marked_share"] == 0
     Path("kv").mkdir()
     ChunkRegistry(Path("kv") / REGISTRY_FILE).add(PASSAGES)
-    facts = found_in(capsys, "logs", "--store", "kv")
+    facts = run.facts("analyze", "logs", "--store", "kv")
     assert facts["marked_share"] > 0.9
     assert len(facts["chunks"]) == len(PASSAGES)

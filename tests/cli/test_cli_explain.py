@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from commands import PLACE, CommandRunner, ingest_sample
 
-from ragblend.cli import app as cli
-from ragblend.demo.corpus import sample_corpus
-
-PLACE = ["--index", "i", "--store", "s"]
 QUESTION = "What role does James Bell have?"
-Run = Callable[..., tuple[int, str, str]]
 
 # What users' scripts rely on: names may be added, not taken away.
 TOP = {
@@ -29,34 +22,18 @@ TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an ingested corpus."""
-    home = tmp_path_factory.mktemp("home")
-    sample_corpus().first_records(2).write(home / "docs")
-    ingest = ["ingest", "docs", "--glob", "*.md", "--chunk-size", "112", "--embedder", "hashing", *PLACE]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setattr(sys, "argv", ["ragblend", *ingest])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    assert ended.value.code in (0, None)
-    return home
+    return ingest_sample(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture
-def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in `home`: exit code, stdout, stderr."""
+def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
     monkeypatch.chdir(home)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = run_command(*arguments)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return CommandRunner(capsys)
 
 
 def test_json_has_every_token_and_the_figures_of_ask(run):
-    common = ("-k", "3", "--max-tokens", "8", "--json", *PLACE)
-    code, out, _ = run("explain", QUESTION, "--ratio", "0.2", *common)
+    common = ("-k", "3", "--max-tokens", "8", *PLACE)
+    code, out, _ = run("explain", QUESTION, "--ratio", "0.2", "--json", *common)
     facts = json.loads(out)
     assert code == 0
     assert out.count("\n") == 1
@@ -68,8 +45,8 @@ def test_json_has_every_token_and_the_figures_of_ask(run):
     assert len(tokens) == facts["report"]["prompt_tokens"]
     assert [segment["kind"] for segment in facts["segments"]] == ["prefix", "chunk", "chunk", "chunk", "suffix"]
 
-    asked = json.loads(run("ask", QUESTION, "--ratio", "0.2", *common)[1])
-    full = json.loads(run("ask", QUESTION, "--mode", "full", *common)[1])
+    asked = run.facts("ask", QUESTION, "--ratio", "0.2", *common)
+    full = run.facts("ask", QUESTION, "--mode", "full", *common)
     assert (facts["question"], facts["answer"], facts["full_answer"]) == (QUESTION, asked["answer"], full["answer"])
     assert facts["answers_identical"] == (asked["answer"] == full["answer"])
     assert facts["sources"] == asked["sources"]

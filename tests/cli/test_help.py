@@ -25,6 +25,7 @@ def test_every_command_is_in_one_group_and_listed_with_its_first_sentence() -> N
     assert sorted(grouped) == sorted(ROOT.commands)
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
     assert [heading for heading in re.findall(r"^(\w+):$", shown, re.MULTILINE) if heading != "Options"] == list(GROUPS)
+    assert all(re.search(rf"^  {name} ", shown, re.MULTILINE) for name in grouped)
     assert "..." not in shown.replace("[ARGS]...", ""), "no sentence is cut"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from forked import Commands, Done
-from places import INGEST, PLACE, Place, succeeded
+from places import INGEST, PLACE, Place, small_disk, succeeded
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -115,12 +115,7 @@ def goes_on(commands: Commands, work: Path, argv: tuple[str, ...]) -> None:
 def test_gc_of_a_store_that_cannot_be_written_claims_nothing(
     tmp_path: Path, commands: Commands, counted: Counted
 ) -> None:
-    work = tmp_path / "small"
-    work.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(work)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    try:
+    with small_disk(tmp_path / "small", "24m") as work:
         fill(Place(work, tmp_path / "kept"), commands)
         succeeded(commands.run("verify", "--repair", *PLACE, cwd=work))
         subprocess.run(["mount", "-o", "remount,ro", str(work)], check=True)
@@ -131,18 +126,11 @@ def test_gc_of_a_store_that_cannot_be_written_claims_nothing(
             assert "Traceback" not in done.err
             assert "0 B were freed" in done.err or "cannot be written" in done.err or "cannot open or write" in done.err
         counted("gc of a store on a read-only mount: exit 1, nothing claimed")
-    finally:
-        subprocess.run(["umount", str(work)], check=True)
 
 
 def test_a_full_disk_is_called_full_by_every_command(tmp_path: Path, commands: Commands, counted: Counted) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs"]
-    work = tmp_path / "small"
-    work.mkdir()
-    if subprocess.run([*mount, str(work)], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    place = Place(work, tmp_path / "kept")
-    try:
+    with small_disk(tmp_path / "small", "24m") as work:
+        place = Place(work, tmp_path / "kept")
         fill(place, commands)
         names = list(COMMANDS) if FULL else random.Random(0).sample(list(COMMANDS), 5)
         num_runs = num_failed = 0
@@ -159,5 +147,3 @@ def test_a_full_disk_is_called_full_by_every_command(tmp_path: Path, commands: C
                 (work / "filling").unlink()
                 goes_on(commands, work, argv)
         counted(f"{num_runs} commands on a full disk: {num_failed} told so with exit 1, all finished with room")
-    finally:
-        subprocess.run(["umount", str(work)], check=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import Commands, Kill
+from places import small_disk
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
@@ -21,30 +24,7 @@ from ragblend.precompute import ingest, open_engine_index
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 100 if FULL else 20
 NUM_FLIPS = 200 if FULL else 50
-
-# One process imports everything and forks a child per attempt, so that a kill costs milliseconds, not an import.
-KILLER = """
-import os, random, signal, sys, time
-from ragblend import load_engine
-from ragblend.precompute import ingest
-import torch
-torch.set_num_threads(1)
-corpus, store, index, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-rng, done = random.Random(0), 0
-while done < kills:
-    child = os.fork()
-    if child == 0:
-        ingest(corpus, load_engine("demo", store), index, chunk_size=112, embedder="hashing", glob="*.md")
-        os._exit(0)
-    time.sleep(rng.uniform(0.2, 1.2))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        done += 1
-    else:
-        import shutil; shutil.rmtree(store); shutil.rmtree(index)  # it finished: start anew and kill earlier
-print(done)
-"""
+INGEST = {"chunk_size": 112, "embedder": "hashing", "glob": "*.md"}
 
 
 def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
@@ -53,16 +33,20 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
         for record in sample_corpus().records:
             text = record.markdown.replace("\n\n", f"\n\n{copy} ")
             (tmp_path / "corpus" / str(copy) / record.filename).write_text(text)
-    places = [str(tmp_path / name) for name in ("corpus", "kv", "index")]
-    command = [sys.executable, "-c", KILLER, *places, str(NUM_KILLS)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert killed.stdout.split()[-1:] == [str(NUM_KILLS)], killed.stderr[-2000:]
+    flags = ("--chunk-size", "112", "--embedder", "hashing", "--glob", "*.md", "--store", "kv", "--index", "index")
+    rng, num_kills = random.Random(0), 0
+    with Commands() as commands:
+        while num_kills < NUM_KILLS:
+            kill = Kill(after=0, delay_s=rng.uniform(0.2, 1.2))
+            done = commands.run("ingest", "corpus", *flags, cwd=tmp_path, kill=kill)
+            num_kills += done.was_killed
+            if not done.was_killed:  # it finished: start anew and kill earlier
+                shutil.rmtree(tmp_path / "kv")
+                shutil.rmtree(tmp_path / "index")
     if (tmp_path / "kv").exists():
         assert [result for result in DiskStore(tmp_path / "kv").verify() if not result.ok] == []
     with load_engine("demo", tmp_path / "kv") as engine:
-        report = ingest(
-            tmp_path / "corpus", engine, tmp_path / "index", chunk_size=112, embedder="hashing", glob="*.md"
-        )
+        report = ingest(tmp_path / "corpus", engine, tmp_path / "index", **INGEST)
         with open_index(tmp_path / "index") as index:
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
             assert index.find_problems() == []
@@ -77,7 +61,7 @@ def ingested(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("flips")
     sample_corpus().write(root / "corpus")
     with load_engine("demo", root / "kv") as engine:
-        ingest(root / "corpus", engine, root / "index", chunk_size=112, embedder="hashing", glob="*.md")
+        ingest(root / "corpus", engine, root / "index", **INGEST)
     return root
 
 
@@ -109,34 +93,9 @@ def test_every_flipped_byte_is_noticed_and_never_reaches_an_answer(ingested, cou
     counted(f"{NUM_FLIPS} flipped bits in stored files: as many misses, no other answer")
 
 
-def test_verify_names_every_flipped_file(ingested, counted):
-    rng = random.Random(2)
-    paths = rng.sample(sorted((ingested / "kv").glob("??/*.safetensors")), 50)
-    originals = {path: path.read_bytes() for path in paths}
-    for path, original in originals.items():
-        broken = bytearray(original)
-        broken[rng.randrange(len(broken))] ^= 1
-        path.write_bytes(broken)
-    report = verify_store(ingested / "kv", ingested / "index")
-    assert set(report.damaged) == {path.stem for path in paths}
-    for path, original in originals.items():
-        path.write_bytes(original)
-        for leftover in path.parent.glob(f"{path.stem}*damaged*"):
-            leftover.unlink()
-    assert not verify_store(ingested / "kv", ingested / "index").has_problems
-    counted(f"{len(paths)} damaged files: verify names them and no other")
-
-
 def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, counted):
     """A real file system of 2 MiB; forecast and limit are switched off, so that writing itself meets the disk's end."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    try:
+    with small_disk(tmp_path / "small", "2m") as small:
         sample_corpus().write(tmp_path / "corpus")
         script = (
             "import sys, ragblend.precompute as p; p.check_room = lambda *a: ''\n"
@@ -153,5 +112,3 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
         assert results
         assert all(result.ok for result in results)
         counted(f"ingestion onto a full disk: exit code 1, {len(results)} entries written before, all whole")
-    finally:
-        subprocess.run(["umount", str(small)], check=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ import pytest
 from forked import Commands, Done, Kill
 from places import INGEST, PLACE, Place, secret, succeeded
 from servers import RedisServer, running_redis
+
+from ragblend.index import open_index
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -50,12 +53,12 @@ def place(tmp_path: Path, commands: Commands) -> Place:
 
 def state(work: Path) -> dict[str, Any]:
     """What a working folder holds, but for what is not told: times, ids of rows, and how SQLite laid out its pages."""
-    files = {
-        str(path.relative_to(work)): hashlib.sha256(path.read_bytes()).hexdigest()
+    files = [
+        (str(path.relative_to(work)), hashlib.sha256(path.read_bytes()).hexdigest())
         for path in sorted(work.rglob("*"))
         if path.is_file() and path.suffix not in (".sqlite", ".faiss") and path.name != "manifest.json"
         if not path.name.endswith(("-wal", "-shm"))
-    }
+    ]
     index, registry = work / "index" / "chunks.sqlite", work / "kv" / "texts.sqlite"
     vectors = faiss.read_index(str(work / "index" / "vectors.faiss"))
     tables = {
@@ -80,16 +83,26 @@ def rows(path: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-def files_with(work: Path, word: str) -> list[str]:
-    """The files that tell a word, whatever they are."""
-    return [str(path) for path in work.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+def files_with(work: Path, *names: str) -> list[str]:
+    """The files of store and index that hold the secret of a document, whatever they are."""
+    paths = [path for folder in ("kv", "index") for path in (work / folder).rglob("*") if path.is_file()]
+    return [str(path) for path in paths for name in names if secret(name).encode() in path.read_bytes()]
+
+
+def entries(work: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((work / "kv").glob("??/*.safetensors"))}
+
+
+def basalt_is_gone(work: Path) -> None:
+    """Nothing holds a word of the pinned document any more, and no pin is left."""
+    assert files_with(work, "basalt") == [] == list((work / "kv" / "pins").glob("*.json"))
 
 
 def killed_and_run_again(
     commands: Commands,
     place: Place,
     argv: tuple[str, ...],
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[Path], object] = lambda work: None,
     codes: tuple[int, ...] = (0,),
 ) -> str:
     """The command, killed NUM_KILLS times, each time from the state that was kept, and run again. What happened."""
@@ -97,7 +110,7 @@ def killed_and_run_again(
     place.keep()
     whole = succeeded(commands.run(*argv, cwd=place.work), *codes)
     wanted = state(place.work)
-    check()
+    check(place.work)
     assert whole.count > 1, whole
     while len(at) < NUM_KILLS:
         place.put_back()
@@ -112,7 +125,7 @@ def killed_and_run_again(
         succeeded(again, *codes, *((3,) if argv[0] == "remove" else ()))
         found = state(place.work)
         assert found == wanted, difference(found, wanted, moment)
-        check()
+        check(place.work)
     return f"{NUM_KILLS} kills of `{' '.join(argv[:2])}` at changes {min(at)} to {max(at)} of {whole.count}"
 
 
@@ -120,10 +133,8 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> st
     """Where two states differ, for a failing test."""
     lines = [f"killed after change {moment}"]
     for name in wanted:
-        if found[name] != wanted[name]:
-            one, other = (
-                set(each.items()) if isinstance(each, dict) else set(each) for each in (found[name], wanted[name])
-            )
+        one, other = (set(each[name]) for each in (found, wanted))
+        if one != other:
             lines.append(f"{name}: too much {sorted(one - other)[:4]}, missing {sorted(other - one)[:4]}")
     return "\n".join(lines)
 
@@ -131,13 +142,8 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> st
 def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
-    def no_word() -> None:
-        assert files_with(place.work / "kv", secret("basalt")) == []
-        assert files_with(place.work / "index", secret("basalt")) == []
-        assert not list((place.work / "kv" / "pins").glob("*.json"))
-
     (place.work / "corpus" / "basalt.md").unlink()
-    said = killed_and_run_again(commands, place, ("remove", "corpus/basalt.md", *PLACE), no_word)
+    said = killed_and_run_again(commands, place, ("remove", "corpus/basalt.md", *PLACE), basalt_is_gone)
     counted(f"{said}: no file tells a removed word")
 
 
@@ -145,27 +151,22 @@ def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_tha
     commands: Commands, place: Place, tmp_path: Path, counted: Counted
 ) -> None:
     pytest.importorskip("redis")
-    server = next(running_redis(tmp_path))
-    try:
+    for server in running_redis(tmp_path):
         far = ("--remote", server.url)
         succeeded(commands.run("push", *far, "--store", "kv", cwd=place.work))
         num_far = num_keys(server)
-        server.process.send_signal(19)  # type: ignore[union-attr]  (SIGSTOP: there, and silent)
+        server.process.send_signal(signal.SIGSTOP)  # there, and silent
         down = commands.run("remove", "corpus/basalt.md", *far, *PLACE, cwd=place.work)
-        server.process.send_signal(18)  # type: ignore[union-attr]
+        server.process.send_signal(signal.SIGCONT)
         succeeded(down, 5)
-        assert files_with(place.work / "kv", secret("basalt")) == []
-        assert files_with(place.work / "index", secret("basalt")) == []
-        assert not list((place.work / "kv" / "pins").glob("*.json"))
-        num_here = len(list((place.work / "kv").glob("??/*.safetensors")))
+        basalt_is_gone(place.work)
+        num_here = len(entries(place.work))
         assert num_here < num_far == num_keys(server)
         succeeded(commands.run("remove", "corpus/basalt.md", *far, *PLACE, cwd=place.work))
         assert num_keys(server) == num_here
         counted(
             f"a removal while Redis is silent: {num_far - num_here} entries gone here at once, there with the rerun"
         )
-    finally:
-        server.kill()
 
 
 def num_keys(server: RedisServer) -> int:
@@ -188,23 +189,23 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
     pin.write_bytes(pin.read_bytes().replace(b"basalt", b"basilt"))
     whole = {path.name for path in paths}
 
-    def all_there() -> None:
-        assert {path.name for path in (place.work / "kv").glob("??/*.safetensors")} == whole
-        succeeded(commands.run("verify", *PLACE, cwd=place.work))
+    def all_there(work: Path) -> None:
+        assert set(entries(work)) == whole
+        succeeded(commands.run("verify", *PLACE, cwd=work))
 
     said = killed_and_run_again(commands, place, ("verify", "--repair", *PLACE), all_there)
     counted(f"{said}: 9 entries and a pin mended")
 
 
 def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, counted: Counted) -> None:
-    entries = sorted((place.work / "kv").glob("??/*.safetensors"))
-    for number, path in enumerate(entries):
+    paths = sorted((place.work / "kv").glob("??/*.safetensors"))
+    for number, path in enumerate(paths):
         os.utime(path, (1e9 + number, 1e9 + number))
-    argv = ("gc", "--max-size", f"{sum(path.stat().st_size for path in entries) // 2}B", *PLACE)
-    entries[0].rename(entries[0].with_suffix(".damaged"))
+    argv = ("gc", "--max-size", f"{sum(path.stat().st_size for path in paths) // 2}B", *PLACE)
+    paths[0].rename(paths[0].with_suffix(".damaged"))
 
-    def pinned() -> None:
-        assert "pinned" in commands.run("stats", *PLACE, cwd=place.work).out
+    def pinned(work: Path) -> None:
+        assert "pinned" in commands.run("stats", *PLACE, cwd=work).out
 
     counted(killed_and_run_again(commands, place, argv, pinned))
 
@@ -213,13 +214,10 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
     commands: Commands, place: Place, counted: Counted
 ) -> None:
     """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
-    script = (
-        "from ragblend.index import open_index\n"
-        "with open_index('index') as index:\n"
-        "    for source in index.sources()[::2]: index.remove_document(source)\n"
-        "    index.doom([], index.leftovers())\n"
-    )
-    succeeded(commands.run(cwd=place.work, script=script))
+    with open_index(place.work / "index") as index:
+        for source in index.sources()[::2]:
+            index.remove_document(source)
+        index.doom([], index.leftovers())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):
@@ -250,7 +248,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
             succeeded(commands.run(*gc, cwd=place.work))
             found = state(place.work)
             assert found == wanted, difference(found, wanted, kill.after)
-            assert files_with(place.work / "kv", secret("amber")) == []
+            assert files_with(place.work, "amber") == []
     counted(f"{num_kills} kills of `gc --orphans` among {num_beside} beside an ingestion: no fresh entry lost")
 
 
@@ -258,9 +256,8 @@ def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place
     far = place.work / "far"
     argv = ("push", "--remote", f"file://{far}", "--store", "kv")
 
-    def all_there() -> None:
-        here = {path.name: path.read_bytes() for path in (place.work / "kv").glob("??/*.safetensors")}
-        assert {path.name: path.read_bytes() for path in far.rglob("*") if path.is_file()} == here
+    def all_there(work: Path) -> None:
+        assert {path.name: path.read_bytes() for path in far.rglob("*") if path.is_file()} == entries(work)
 
     counted(killed_and_run_again(commands, place, argv, all_there))
 
@@ -271,7 +268,7 @@ def test_push_over_keys_of_another_type_sends_what_it_says(
     redis = pytest.importorskip("redis")
     for server in running_redis(tmp_path):
         client = redis.Redis(port=server.port)
-        entries = {path.stem: path.read_bytes() for path in (place.work / "kv").glob("??/*.safetensors")}
+        stored = entries(place.work).values()
         push = ("push", "--remote", server.url, "--store", "kv", "--json")
         succeeded(commands.run(*push, cwd=place.work))
         names = sorted(client.keys())
@@ -282,8 +279,8 @@ def test_push_over_keys_of_another_type_sends_what_it_says(
         found = commands.run("ask", "Which amber?", "--max-tokens", "2", "--remote", server.url, *PLACE, cwd=place.work)
         succeeded(found)
         facts = succeeded(commands.run(*push, cwd=place.work)).facts
-        assert (facts["num_sent"], facts["num_known"]) == (num_planted, len(entries) - num_planted)
-        assert sorted(client.get(name) for name in names) == sorted(entries.values())
+        assert (facts["num_sent"], facts["num_known"]) == (num_planted, len(stored) - num_planted)
+        assert sorted(client.get(name) for name in names) == sorted(stored)
         counted(f"push over {num_planted} lists in place of entries: as many sent, and there")
 
 
@@ -295,9 +292,8 @@ def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
     (place.work / "corpus" / "denim.md").unlink()
     place.write("garnet")
 
-    def no_old_word() -> None:
-        for name in ("basalt", "copper", "denim"):
-            assert files_with(place.work / "kv", secret(name)) == files_with(place.work / "index", secret(name)) == []
+    def no_old_word(work: Path) -> None:
+        assert files_with(work, "basalt", "copper", "denim") == []
 
     said = killed_and_run_again(commands, place, INGEST, no_old_word)
     counted(f"{said}: no file tells an old word")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from forgery import FORGERIES, PLANTS, Victim, remove
-from servers import free_port, running_redis
+from servers import point_s3_at, running_redis, running_s3
 
 from ragblend.engine.store.base import VerifyResult
 from ragblend.engine.store.disk import DiskStore
@@ -31,6 +31,20 @@ TEXTS = ("the theory of the other chunk", "answer the question with it", "what i
 LIE = "that is what the chunk answers"
 MODES: tuple[tuple[str, float], ...] = (("blend", 1.0), ("blend", 0.15), ("prefix", 0.0))
 BOMB_BYTES = 256 << 20  # a planted entry holds a few KB
+WHOLE_AND_UNSIGNED = {
+    "the truth, unsigned",
+    "the truth, signed by another key",
+    "a lie with redone checksums",
+    "a lie in eight bits",
+    "a lie, signed by another key",
+    "a signature of zeros",
+    "a signature that is no text",
+    "another model's entry, its model edited",
+    "another namespace's entry, its namespace edited",
+    "made older than signatures",
+    "other tensors and digests under a signature",
+}
+"""Kinds that are sound to whoever checks no signature."""
 
 Counted = Callable[[str], None]
 
@@ -54,6 +68,10 @@ class Tier:
     def remote(self, key: StoreKey | None) -> RemoteStore:
         assert self._values is not None
         return RemoteStore(self._values, timeout_s=60, store_key=key)
+
+    @property
+    def name(self) -> str:
+        return "disk" if self.url is None else self.url.partition("://")[0]
 
     def place(self, key: str) -> Path:
         path = self.root / key[:2] / f"{key}.safetensors"
@@ -98,19 +116,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "redis":
         yield Tier(tmp_path / "kv", request.getfixturevalue("redis_url"))
     else:
-        moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-        pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'ragblend[s3]'")
-        server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
-        server.start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "test")
         import boto3
 
-        boto3.client("s3").create_bucket(Bucket="tests")
-        yield Tier(tmp_path / "kv", "s3://tests/kv")
-        server.stop()
+        with running_s3() as port:
+            point_s3_at(port, monkeypatch)
+            boto3.client("s3").create_bucket(Bucket="tests")
+            yield Tier(tmp_path / "kv", "s3://tests/kv")
 
 
 class Asker:
@@ -142,10 +153,6 @@ class Asker:
         prefilled = engine.prefill(request)
         return prefilled.logits, prefilled.report.chunks[0].hit
 
-    def store_others(self, store: TieredStore) -> None:
-        for kv in self.others:
-            store.put(kv)
-
 
 @pytest.fixture
 def asker(tiny_engine: Callable[..., Any]) -> Asker:
@@ -172,76 +179,41 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def test_with_a_key_nothing_planted_is_used_or_promoted_and_verify_names_it_all(
-    tier: Tier, asker: Asker, counted: Counted
+@pytest.mark.parametrize("store_key", [OWN, None], ids=["with a key", "without a key"])
+def test_nothing_planted_raises_takes_memory_or_is_used_unless_it_is_whole_and_there_is_no_key(
+    store_key: StoreKey | None, tier: Tier, asker: Asker, counted: Counted
 ) -> None:
-    kinds, num_asked, unsigned = plants_for(tier, asker.victim), 0, 0
+    """Without a key a lie of the right shape is believed: that is what the key is for. `verify` names all others."""
+    kinds, used, num_unsigned = plants_for(tier, asker.victim), set(), 0
     assert len(kinds) >= 30
     before = peak_bytes()
     for name, plant in kinds.items():
         for mode, ratio in MODES:
             tier.clear(asker.key)
-            store = tier.open(OWN)
-            asker.store_others(store)
-            plant()
-            logits, hit = asker.ask(store, mode, ratio)
-            assert not hit, (name, mode)
-            assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
-            assert not held_near(tier, store, asker.key), (name, mode)
-            unsigned += store.counters.num_unsigned
-            num_asked += 1
-        tier.clear(asker.key)
-        plant()
-        named = {result.key: result.reason for result in tier.verify(OWN, store) if not result.ok}
-        assert named.get(asker.key), name
-    assert peak_bytes() - before < BOMB_BYTES
-    assert unsigned > len(MODES) * 5, "entries without the signature are counted as that"
-    where = "disk" if tier.url is None else tier.url.partition("://")[0]
-    counted(
-        f"{where}, with a key: {len(kinds)} kinds of planted entries, {num_asked} requests: 0 used, 0 promoted, all "
-        f"named by verify"
-    )
-
-
-def test_without_a_key_nothing_planted_raises_or_takes_memory(tier: Tier, asker: Asker, counted: Counted) -> None:
-    """A lie of the right shape is believed then: that is what the key is for."""
-    kinds, num_asked, believed = plants_for(tier, asker.victim), 0, set()
-    before = peak_bytes()
-    for name, plant in kinds.items():
-        for mode, ratio in MODES:
-            tier.clear(asker.key)
-            store = tier.open(None)
-            asker.store_others(store)
+            store = tier.open(store_key)
+            for kv in asker.others:
+                store.put(kv)
             plant()
             logits, hit = asker.ask(store, mode, ratio)
             assert torch.isfinite(logits).all(), (name, mode)
             if hit:
-                believed.add(name)
+                used.add(name)
             else:
                 assert torch.equal(logits, asker.missed[mode, ratio]), (name, mode)
-            num_asked += 1
+            assert hit or not held_near(tier, store, asker.key), (name, mode)
+            num_unsigned += store.counters.num_unsigned
         tier.clear(asker.key)
         plant()
-        named = {result.key for result in tier.verify(None, store) if not result.ok}
-        assert (asker.key in named) is (name not in believed), name
+        named = {result.key: result.reason for result in tier.verify(store_key, store) if not result.ok}
+        assert bool(named.get(asker.key)) is (name not in used), name
     assert peak_bytes() - before < BOMB_BYTES
-    true = {"the truth, unsigned", "the truth, signed by another key"}
-    lies = {
-        "a lie with redone checksums",
-        "a lie in eight bits",
-        "a lie, signed by another key",
-        "a signature of zeros",
-        "a signature that is no text",
-        "another model's entry, its model edited",
-        "another namespace's entry, its namespace edited",
-        "made older than signatures",
-        "other tensors and digests under a signature",
-    }
-    assert believed - {"a link to a lie"} == true | lies
-    where = "disk" if tier.url is None else tier.url.partition("://")[0]
+    assert used - {"a link to a lie"} == (WHOLE_AND_UNSIGNED if store_key is None else set())
+    if store_key is not None:
+        assert "a link to a lie" not in used
+        assert num_unsigned > len(MODES) * 5, "entries without the signature are counted as that"
     counted(
-        f"{where}, without a key: {len(kinds)} kinds, {num_asked} requests: no exception, {len(believed)} kinds "
-        "believed (whole and of the right shape), the rest a miss and named by verify"
+        f"{tier.name}, {'without' if store_key is None else 'with'} a key: {len(kinds)} kinds of planted entries, "
+        f"{len(kinds) * len(MODES)} requests: no exception, {len(used)} kinds used, the rest a miss and named by verify"
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_command
+from commands import PLACE, CommandRunner
 from forgery import remove
 
 from ragblend.corpus.embedders import SentenceTransformerEmbedder
@@ -29,30 +30,23 @@ QUESTION = "Where is Paxara based?"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in a folder of its own, by a user with a configuration of his own."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+    """In a folder of its own, by a user with a configuration of his own."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = run_command(*arguments)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return CommandRunner(capsys)
 
 
-def ingest(run: Callable[..., tuple[int, str, str]]) -> list[str]:
+def ingest(run: CommandRunner) -> list[str]:
     """Two documents in `docs`, in `i` and `s`; keys of the entries."""
     Path("docs").mkdir(exist_ok=True)
     for number, text in enumerate(CHUNKS):
         Path(f"docs/{number}.txt").write_text(text)
-    code, _, err = run("ingest", "docs", "--index", "i", "--store", "s", "--embedder", "hashing", "--json")
-    assert code == 0, err
+    run.facts("ingest", "docs", *PLACE, "--embedder", "hashing")
     return sorted(DiskStore("s", store_key=None).keys())
 
 
-def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: Any, tmp_path: Path) -> None:
+def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: CommandRunner, tmp_path: Path) -> None:
     code, out, _ = run("init-key", "--json")
     path = Path(json.loads(out)["path"])
     assert (code, path) == (0, tmp_path / "config" / "ragblend" / "store.key")
@@ -88,7 +82,9 @@ def test_a_key_that_can_be_guessed_is_refused_without_being_shown(text: str, mon
     assert not text or f"'{text}'" not in str(caught.value)
 
 
-def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(run: Any, monkeypatch: Any) -> None:
+def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(
+    run: CommandRunner, monkeypatch: Any
+) -> None:
     run("init-key")
     own = find_key()
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
@@ -98,7 +94,9 @@ def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(ru
     assert said == StoreKey.parse("correct horse battery staple")
 
 
-def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(
+    run: CommandRunner, tmp_path: Path, monkeypatch: Any
+) -> None:
     made = write_key(tmp_path / "k.key")
     Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
     assert find_key() is None
@@ -111,23 +109,23 @@ def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run: Any, tm
         find_key()
 
 
-def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: Any) -> None:
+def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: CommandRunner) -> None:
     keys = ingest(run)
-    assert run("verify", "--index", "i", "--store", "s")[0] == 0
+    assert run("verify", *PLACE)[0] == 0
     run("init-key")
-    code, out, _ = run("verify", "--index", "i", "--store", "s", "--json")
-    assert (code, sorted(json.loads(out)["damaged_keys"])) == (4, keys)
-    assert all("not signed" in reason for reason in json.loads(out)["damaged_keys"].values())
+    damaged = run.facts("verify", *PLACE, code=4)["damaged_keys"]
+    assert sorted(damaged) == keys
+    assert all("not signed" in reason for reason in damaged.values())
     assert not DiskStore("s").contains(keys[0])
-    code, out, _ = run("sign", "--store", "s", "--json")
-    assert (code, json.loads(out)["num_signed"], json.loads(out)["num_notes"]) == (0, len(keys), 1)
-    assert run("verify", "--index", "i", "--store", "s")[0] == 0
-    code, out, _ = run("sign", "--store", "s", "--json")
-    assert (json.loads(out)["num_signed"], json.loads(out)["num_known"]) == (0, len(keys))
-    assert json.loads(run("ingest", "docs", "--index", "i", "--store", "s", "--json")[1])["num_new_kv"] == 0
+    report = run.facts("sign", "--store", "s")
+    assert (report["num_signed"], report["num_notes"]) == (len(keys), 1)
+    assert run("verify", *PLACE)[0] == 0
+    report = run.facts("sign", "--store", "s")
+    assert (report["num_signed"], report["num_known"]) == (0, len(keys))
+    assert run.facts("ingest", "docs", *PLACE)["num_new_kv"] == 0
 
 
-def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: Any, tmp_path: Path) -> None:
+def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: CommandRunner, tmp_path: Path) -> None:
     run("init-key")
     keys = ingest(run)
     path = tmp_path / "config" / "ragblend" / "store.key"
@@ -138,36 +136,33 @@ def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: An
     (Path("s") / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
     run("init-key")
     assert find_key() != old
-    code, out, _ = run("sign", "--store", "s", "--old-key-file", "old.key", "--json")
-    report = json.loads(out)
-    assert (code, report["num_signed"], list(report["refused_keys"])) == (4, len(keys) - 1, keys[:1])
+    report = run.facts("sign", "--store", "s", "--old-key-file", "old.key", code=4)
+    assert (report["num_signed"], list(report["refused_keys"])) == (len(keys) - 1, keys[:1])
 
 
-def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: Any) -> None:
+def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: CommandRunner) -> None:
     keys = ingest(run)
     run("init-key")
-    assert run("verify", "--repair", "--index", "i", "--store", "s")[0] == 0
-    code, out, _ = run("verify", "--index", "i", "--store", "s", "--json")
-    assert (code, json.loads(out)["checked"]) == (0, len(keys))
+    assert run("verify", "--repair", *PLACE)[0] == 0
+    assert run.facts("verify", *PLACE)["checked"] == len(keys)
 
 
-def test_verify_reads_the_remote_tier_and_repair_mends_it(run: Any, tmp_path: Path) -> None:
+def test_verify_reads_the_remote_tier_and_repair_mends_it(run: CommandRunner, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/shared"
     run("init-key")
     keys = ingest(run)
     assert run("push", "--store", "s", "--remote", url)[0] == 0
     place = tmp_path / "shared" / keys[0][:2] / f"{keys[0]}.safetensors"
     place.write_bytes(encode_chunk(load_into_memory(DiskStore("s").get(keys[0]))))  # type: ignore[arg-type]
-    common = ("--index", "i", "--store", "s", "--remote", url)
-    code, out, _ = run("verify", *common, "--json")
-    assert (code, list(json.loads(out)["damaged_remote_keys"])) == (4, keys[:1])
+    common = (*PLACE, "--remote", url)
+    assert list(run.facts("verify", *common, code=4)["damaged_remote_keys"]) == keys[:1]
     assert run("verify", "--repair", *common)[0] == 0
     assert run("verify", *common)[0] == 0
 
 
-def test_doctor_says_whether_what_is_stored_is_signed(run: Any) -> None:
+def test_doctor_says_whether_what_is_stored_is_signed(run: CommandRunner) -> None:
     def finding() -> dict[str, Any]:
-        checks = json.loads(run("doctor", "--json")[1])["checks"]
+        checks = json.loads(run("doctor", "--json")[1])["checks"]  # whatever else this machine lacks
         return next(check for check in checks if check["name"] == "store key")
 
     assert (finding()["ok"], finding()["optional"], finding()["remedy"]) == (False, True, "ragblend init-key")
@@ -215,19 +210,20 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ["i/chunks.sqlite", "i/manifest.json", "i/vectors.faiss", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
-def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(run: Any, kind: str, place: str) -> None:
+def test_a_pipe_a_folder_or_a_loop_in_a_files_place_is_said_and_nothing_hangs(
+    run: CommandRunner, kind: str, place: str
+) -> None:
     ingest(run)
     model = next(iter(DiskStore("s").models()))
     path = Path(place.format(model))
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(path)
     KINDS[kind](path)
-    common = ("--index", "i", "--store", "s")
     for command in (
-        ("ask", QUESTION, *common, "--max-tokens", "2"),
-        ("verify", *common),
-        ("stats", *common),
-        ("ingest", "docs", *common),
+        ("ask", QUESTION, *PLACE, "--max-tokens", "2"),
+        ("verify", *PLACE),
+        ("stats", *PLACE),
+        ("ingest", "docs", *PLACE),
         ("gc", "--store", "s"),
     ):
         code, out, err = run(*command)
@@ -246,30 +242,26 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypatch: Any) -> None:
-    shipped = transformers_model.find_model("demo")
     place = tmp_path / "demo" / "weights"
-    place.mkdir(parents=True)
-    for file in shipped.iterdir():
-        (place / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(transformers_model.find_model("demo"), place)
     monkeypatch.setattr(transformers_model, "files", lambda package: tmp_path)
     transformers_model._demo_checkpoint.cache_clear()
     assert transformers_model.find_model("demo") == place
-    data = bytearray((place / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (place / "model.safetensors").write_bytes(data)
+    with (place / "model.safetensors").open("ab") as file:
+        file.write(b"!")
     transformers_model._demo_checkpoint.cache_clear()
     with pytest.raises(CorruptError, match=r"model\.safetensors.*--force-reinstall"):
         transformers_model.find_model("demo")
     transformers_model._demo_checkpoint.cache_clear()
 
 
-def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: Any, caplog: Any) -> None:
+def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: CommandRunner, caplog: Any) -> None:
     folder = Path("model")
     folder.mkdir()
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
     (folder / "evil.py").write_text("from pathlib import Path\nPath('it-ran').touch()\n")
     Path("ragblend.toml").write_text('model = "./model"\ntrust_remote_code = true\n')
-    assert run("doctor", "--index", "i", "--store", "s")[0] == 1
+    assert run("doctor", *PLACE)[0] == 1
     assert not list(Path().rglob("it-ran"))
     assert "ragblend.toml sets trust_remote_code, which is ignored" in caplog.text

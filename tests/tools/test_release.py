@@ -23,13 +23,19 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+VERSION_TAG, NO_ADDRESS = f"v{ragblend.__version__}", "https://github.com/nobody/nothing"
+RELEASE = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
 in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree is not in git")
 
 
-def check_schema(name: str, *files: Path) -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", name, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def check_output(*command: str | Path) -> None:
+    """Run a command that has to succeed, and say what it printed if it does not."""
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_schema(name: str, *files: Path) -> None:
+    check_output(sys.executable, "-m", "check_jsonschema", "--builtin-schema", name, *files)
 
 
 # --- version and papers ---
@@ -67,27 +73,22 @@ def test_a_version_s_notes_end_where_the_next_version_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "heading", "refused"),
+    ("tag", "url", "heading", "refused"),
     [
-        (f"v{ragblend.__version__}", "2026-12-01", ""),
-        ("v9.9.9", "2026-12-01", "the tag is v9.9.9"),
-        (f"v{ragblend.__version__}", "not yet released", "no dated heading"),
-        (f"v{ragblend.__version__}", "2027-12-01", "no dated heading"),
+        (VERSION_TAG, None, "2026-12-01", ""),
+        ("v9.9.9", None, "2026-12-01", "the tag is v9.9.9"),
+        (VERSION_TAG, None, "not yet released", "no dated heading"),
+        (VERSION_TAG, None, "2027-12-01", "no dated heading"),
+        (VERSION_TAG, NO_ADDRESS, "2026-12-01", f"python -m tools.release.address {NO_ADDRESS}"),
     ],
 )
-def test_a_tag_is_released_only_with_its_version_and_a_dated_changelog(tag: str, heading: str, refused: str) -> None:
+def test_a_release_needs_its_version_a_dated_changelog_and_its_address(
+    tag: str, url: str | None, heading: str, refused: str
+) -> None:
     changelog = f"## [Unreleased]\n\n## [{ragblend.__version__}] - {heading}\n"
-    found = contents.find_tag_problems(tag, None, changelog, date(2026, 12, 2))
+    found = contents.find_tag_problems(tag, url, changelog, date(2026, 12, 2))
     assert refused in "\n".join(found)
-    assert bool(found) == bool(refused)
-
-
-def test_a_release_needs_the_address_it_is_made_at() -> None:
-    changelog = f"## [{ragblend.__version__}] - 2026-12-01\n"
-    (found,) = contents.find_tag_problems(
-        f"v{ragblend.__version__}", "https://github.com/nobody/nothing", changelog, date(2026, 12, 2)
-    )
-    assert "python -m tools.release.address https://github.com/nobody/nothing" in found
+    assert len(found) == bool(refused)
 
 
 # --- sdist and wheel ---
@@ -95,9 +96,7 @@ def test_a_release_needs_the_address_it_is_made_at() -> None:
 
 @in_git
 def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_output(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path)
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
     kept = contents.tracked(others=True)  # who is at work has files that are not added yet
     assert contents.find_problems(sdist, wheel, kept) == []
@@ -159,9 +158,8 @@ def test_what_is_no_address_is_refused(wrong: str, tmp_path: Path) -> None:
 def test_the_workflows_are_valid_and_safe() -> None:
     check_schema("vendor.github-workflows", *WORKFLOWS)
     check_schema("vendor.dependabot", ROOT / ".github" / "dependabot.yml")
-    command = [str(Path(sys.executable).parent / "zizmor"), "--offline", "--format", "plain", str(ROOT / ".github")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    zizmor = Path(sys.executable).parent / "zizmor"
+    check_output(zizmor, "--offline", "--format", "plain", ROOT / ".github")
 
 
 def test_the_test_workflow_makes_what_ci_makes() -> None:
@@ -169,23 +167,21 @@ def test_the_test_workflow_makes_what_ci_makes() -> None:
     made = re.findall(r"\bmake ([\w-]+)", re.sub(r"#.*", "", (ROOT / ".ci" / "run").read_text()))
     assert sorted(plan["jobs"]["test"]["strategy"]["matrix"]["target"]) == sorted(made)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    called = [
-        target for path in WORKFLOWS for target in re.findall(r"run: make ([\w-]+)", path.read_text(encoding="utf-8"))
-    ]
+    called = re.findall(r"run: make ([\w-]+)", "\n".join(path.read_text(encoding="utf-8") for path in WORKFLOWS))
     assert set(made) | set(called) <= {word for line in targets for word in line.split()} | {"test"}
 
 
 def test_the_classifiers_name_no_python_that_a_release_does_not_try() -> None:
-    plan = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    plan = yaml.safe_load(RELEASE)
     named = {found[1] for each in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", each))}
     assert named <= set(plan["jobs"]["install"]["strategy"]["matrix"]["python"])
     assert f">={min(named, key=lambda each: int(each[2:]))}" == PROJECT["requires-python"]
 
 
 def test_only_the_job_that_publishes_may_ask_for_an_identity() -> None:
-    plan = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    plan = yaml.safe_load(RELEASE)
     assert plan["permissions"] == {"contents": "read"}
     asking = [name for name, job in plan["jobs"].items() if "id-token" in job.get("permissions", {})]
     assert asking == ["publish"]
     assert plan["jobs"]["publish"]["needs"] == "install"
-    assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "secrets." not in RELEASE
