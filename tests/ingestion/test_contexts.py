@@ -258,7 +258,7 @@ def test_what_is_likely_to_be_used_is_fetched_ahead(docs, opened):
     bring_in(docs, engine, context="similar")
     engine.prefetch([TEXTS["fox"], TEXTS["moss"]])
     wanted = {engine.key(Chunk(TEXTS["fox"])), engine.key(similar("fox")), engine.key(similar("moss"))}
-    assert set(engine.keys_ahead([TEXTS["fox"], TEXTS["moss"]])) == wanted
+    assert set(engine.likely_keys([TEXTS["fox"], TEXTS["moss"]])) == wanted
 
 
 def test_upkeep_works_on_similar_versions(docs, opened, tmp_path):

@@ -167,7 +167,7 @@ def test_versions_that_only_another_machine_still_has_go_there_too(opened, tmp_p
     precompute_documents(ALL, engine)
     engine.store.flush()
     lost = engine.key(similar(FOX))
-    engine.store.delete_near(lost)  # as eviction does: what it was computed behind is known over there alone
+    engine.store.delete_local(lost)  # as eviction does: what it was computed behind is known over there alone
     far = open_remote(url)
     assert far.contains(lost)
     delete_chunks_kv([Chunk(BELL)], engine, lambda text: False)

@@ -125,7 +125,7 @@ def test_ingestions_of_no_version_are_refused(params):
 
 def test_what_frameworks_bring_is_stored_behind_similar_chunks(vllm, model, tmp_path):
     brought = ("the answer of that question", "is that question in the theory", "what is that theory")
-    vllm.keep_context("similar")
+    vllm.set_context_policy("similar")
     with load_engine(model, tmp_path / "kv", dtype="float32", context="similar") as ours:
         for engine in (vllm, ours):
             assert precompute_documents(brought, engine).num_new_kv == 6

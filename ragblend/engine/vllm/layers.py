@@ -168,8 +168,8 @@ class VllmLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
     ) -> Tensor:
         """One decoder layer over the tokens at `rows` [R]; the backend writes their K/V into the paged cache."""
-        together = fused.attends_together(layer, rows, hook is not None)
-        pieces = fused.pieces(rows, together)
+        together = fused.should_attend_together(layer, rows, hook is not None)
+        pieces = fused.attention_calls(rows, together)
         return self._run_pieces(layer, hidden, pieces, [hook] if hook is not None else [], [fused])
 
     def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
@@ -223,7 +223,7 @@ class VllmLayers:
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
         """`run_layer`, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
         outputs, pieces = [], []
-        for piece in fused.pieces(rows):
+        for piece in fused.attention_calls(rows):
             with self._capture(layer) as kept:
                 outputs.append(self._run(layer, hidden[piece.span], piece, [fused]))
             pieces.append(self._as_heads(layer, *kept))

@@ -47,7 +47,7 @@ def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(fami
     engine = tiny_engine(family, context="similar")
     for chunk in (A, B, SIMILAR):
         assert engine.precompute(chunk) > 0
-    layers, ids_of, joint = engine.layers, engine.segmenter.chunk_ids, engine.segmenter.joint_ids
+    layers, ids_of, joint = engine.layers, engine.segmenter.chunk_ids, engine.segmenter.delimiter_ids
     prefix, ids = engine.default_prefix_ids, ids_of(C)
     before = [*prefix, *ids_of(A), *joint, *ids_of(B), *joint]
     # Independently: the chunks' own KV by the stock model, turned to their places; then, layer by layer, the joints and

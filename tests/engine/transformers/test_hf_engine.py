@@ -243,7 +243,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
 
 def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):
     """It is computed, because its logits are the answer."""
-    joint = len(engine.segmenter.joint_ids)
+    joint = len(engine.segmenter.delimiter_ids)
     report = engine.generate(SegmentedPrompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
     at_end = engine.generate(SegmentedPrompt.from_parts(CHUNKS[:2]), mode="reuse", max_tokens=1).report
     assert report.num_reused_tokens == report.prompt_tokens - joint - len(engine.segmenter.text_ids("Answer:"))
