@@ -108,9 +108,8 @@ def test_nobody_waits_for_answers_before_sending() -> None:
 
 
 def test_waiting_for_others_counts_as_time_to_first_token() -> None:
-    early, late = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
+    early, _ = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
     assert early.ttft_s >= 0.2  # it was answered after the second had arrived
-    assert late.arrival_s + late.ttft_s >= 0.2
 
 
 def test_an_answer_without_a_token_is_an_error() -> None:
@@ -136,9 +135,6 @@ def test_what_was_not_served_as_asked_is_not_measured(
 ) -> None:
     with pytest.raises(RagblendError, match=complaint):
         check_answers(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
-
-
-def test_what_was_served_as_asked_is_measured() -> None:
     answers = [TimedAnswer(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
     assert check_answers(BLEND, answers) is answers
 
@@ -193,9 +189,6 @@ def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
     points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
     assert highest_rate(points, 1.0) == (4.0, 2.5, True)
     assert highest_rate([*points, RatePoint(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
-
-
-def test_no_rate_was_measured() -> None:
     assert highest_rate([], 1.0) == (None, None, False)
 
 

@@ -86,12 +86,8 @@ def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path: Path) -> 
 
 
 def test_longbench_files_are_read_and_without_a_question_a_summary_is_asked_for(tmp_path: Path) -> None:
-    two_wiki = {
-        "input": "Who?",
-        "context": "Passage 1:\nOne\none.\nPassage 2:\nTwo.",
-        "answers": ["x"],
-        "dataset": "2wiki",
-    }
+    context = "Passage 1:\nOne\none.\nPassage 2:\nTwo."
+    two_wiki = {"input": "Who?", "context": context, "answers": ["x"], "dataset": "2wiki"}
     news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
     chat = {"input": "Dialogue: A: Hi", "context": "Dialogue: B: Ho\nSummary: ...", "answers": ["greets"]}
     (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, (two_wiki, news, chat))))
@@ -189,12 +185,10 @@ def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
 
 
 def test_token_f1_counts_words_and_rouge_their_order() -> None:
-    assert token_f1("blue", "not stated") == 0.0
+    assert [token_f1(*pair) for pair in (("blue", "not stated"), ("b a", "a b"))] == [0.0, 1.0]
     assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
-    assert token_f1("b a", "a b") == 1.0
     pytest.importorskip("rouge_score")
-    assert rouge_l("not stated", "not stated") == 1.0
-    assert rouge_l("b a", "a b") == pytest.approx(0.5)
+    assert [rouge_l(*pair) for pair in (("not stated", "not stated"), ("b a", "a b"))] == pytest.approx([1.0, 0.5])
 
 
 def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
@@ -239,11 +233,7 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
     assert "gold_loss_over_equal" not in runs["cacheblend"]
     assert json.loads(json.dumps(summarize(records, [""] * 4), allow_nan=False))
     assert summarize({blend: records[blend]}, [""] * 4)[0]["recovered_gold_loss"] is None
-    backwards = {
-        full: records[reuse],
-        reuse: records[full],
-        blend: records[blend],
-    }  # reuse does better than full prefill
+    backwards = {full: records[reuse], reuse: records[full], blend: records[blend]}  # reuse does better than full
     assert {run["recovered_gold_loss"] for run in summarize(backwards, [""] * 4)} == {None}
 
 
@@ -286,6 +276,9 @@ def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: Qual
     assert [run["num_questions"] for run in one] == [28]
     parts = [run["num_questions"] for run in facts["runs"] if run["mode"] == "full" and run["kind"] != "all"]
     assert sum(parts) == 28
+    lines = table_lines(result)
+    named = ("full", "prefix", "reuse", "cacheblend", "ask")
+    assert sum(line.startswith(named) for line in lines) == len(totals(result))
 
 
 def test_two_runs_differ_in_nothing_but_their_times() -> None:
@@ -304,13 +297,6 @@ def test_parts_of_the_stories_share_no_question() -> None:
     )
     assert len(reported) > 10
     assert not reported & selection
-
-
-def test_the_table_has_a_line_per_configuration(result: QualityResult) -> None:
-    lines = table_lines(result)
-    assert sum(line.startswith(("full", "prefix", "reuse", "cacheblend", "ask")) for line in lines) == len(
-        totals(result)
-    )
 
 
 def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result: QualityResult) -> None:
