@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import Commands, Kill
-from places import small_disk
+from places import small_disk, succeeded
 
 from ragblend import SegmentedPrompt, load_engine
 from ragblend.demo.corpus import sample_corpus
@@ -40,7 +40,8 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
             kill = Kill(after=0, delay_s=rng.uniform(0.2, 1.2))
             done = commands.run("ingest", "corpus", *flags, cwd=tmp_path, kill=kill)
             num_kills += done.was_killed
-            if not done.was_killed:  # it finished: start anew and kill earlier
+            if not done.was_killed:  # start anew and kill earlier
+                succeeded(done)
                 shutil.rmtree(tmp_path / "kv")
                 shutil.rmtree(tmp_path / "index")
     if (tmp_path / "kv").exists():

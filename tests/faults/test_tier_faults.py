@@ -232,6 +232,7 @@ def test_two_writers_of_one_key_never_show_half_an_entry(
 def work_on_one_store(number: int, root: Path, url: str) -> list[int]:
     """Ask for chunks and store those that are missing: hits, damaged, dropped, failures, drained, evicted."""
     kvs = [make_kv(seed, tokens=20, num_layers=3, namespace="ab"[seed % 2]) for seed in range(40)]
+    torch.set_num_threads(1)
     rng, hits = random.Random(number), 0
     disk = DiskStore(root, fsync=False, capacity_bytes=20 * 4000)
     store = TieredStore(MemoryStore(5 * kvs[0].nbytes), disk, open_remote(url, timeout_s=60))
@@ -255,7 +256,7 @@ def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     work = partial(work_on_one_store, root=tmp_path / "kv", url=redis_server.url)
-    with ProcessPoolExecutor(NUM_PROCESSES, context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(NUM_PROCESSES, context) as pool:
         results = list(pool.map(work, range(NUM_PROCESSES)))
     hits, damaged, dropped, failures, drained, evicted = (sum(column) for column in zip(*results, strict=True))
     assert (damaged, dropped, drained, failures) == (0, 0, NUM_PROCESSES, 0)

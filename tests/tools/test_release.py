@@ -88,7 +88,7 @@ def test_a_release_needs_its_version_a_dated_changelog_and_its_address(
     changelog = f"## [Unreleased]\n\n## [{ragblend.__version__}] - {heading}\n"
     found = contents.find_tag_problems(tag, url, changelog, date(2026, 12, 2))
     assert refused in "\n".join(found)
-    assert len(found) == bool(refused)
+    assert bool(found) == bool(refused)
 
 
 # --- sdist and wheel ---
