@@ -91,7 +91,7 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
 )
 def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_path: Path, values: Any) -> None:
     text = values if isinstance(values, str) else json.dumps(values)
-    with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else "") as error:
+    with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else None) as error:
         read_keys(keys_file(tmp_path, text))
     assert KEY not in str(error.value)
 

@@ -433,7 +433,7 @@ def test_a_question_that_is_only_asked_changes_nothing_before_it(rule, hole, tin
     whole, asked = (blend(layers, prompt, 0.15, rule, num_fused=last) for last in (None, end))
     assert asked.recomputed == whole.recomputed != []
     assert (asked.fused.length, asked.logits.numel()) == (end, 0)
-    assert_same_rows(asked.fused, whole.fused, slice(end), atol=1e-5)
+    assert_same_rows(asked.fused, whole.fused, slice(end), atol=2e-5)
     if rule == "cacheblend":  # nothing is asked, so nothing is run behind the end
         assert asked.fused.keys(0)[:, end:].isnan().all()
         assert asked.result.rows_per_layer == whole.result.rows_per_layer

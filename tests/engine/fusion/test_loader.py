@@ -309,11 +309,7 @@ def test_a_store_sees_every_layer_read_and_moves_the_chunk_up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fail_at", range(LAYERS))
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"together": True}, {"together": True, "first_layer": first_layer}],
-    ids=lambda options: "+".join(options),
-)
+@pytest.mark.parametrize("options", [{}, {"together": True}, {"together": True, "first_layer": first_layer}])
 def test_damage_is_met_wherever_it_is(fail_at, options):
     """Also in layer 0 where it was computed: the entry is as damaged as any, and a miss from now on."""
     placements = [
