@@ -33,13 +33,13 @@ def watch_selections() -> list[list[int]]:
 
     worker: Any = vllm_worker
     selections: list[list[int]] = []
-    note_fused = worker.note_fused
+    record_fusion = worker.record_fusion
 
     def watching(report: Any, starts: Any, stored: Any, plan: Any, result: Any) -> None:
         selections.append(result.recomputed.tolist())
-        note_fused(report, starts, stored, plan, result)
+        record_fusion(report, starts, stored, plan, result)
 
-    worker.note_fused = watching
+    worker.record_fusion = watching
     return selections
 
 

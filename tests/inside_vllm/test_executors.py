@@ -71,7 +71,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO
         loading = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loading
-        loading.note(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
+        loading.apply_delta(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
         refused = ask(llm, IDS, {"mode": "blend", "spans": SPANS})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
         assert tokens(refused) == tokens(ask(llm, IDS))

@@ -100,13 +100,13 @@ def test_while_the_remote_is_silent_other_requests_go_on(redis_server, first, ch
         add(core, "plain", plain, None)
         done = run_until(core, "plain")
         assert done == {"plain": first["plain"][1]}
-        assert len(connector(llm).scheduler.asked) == 2
+        assert len(connector(llm).scheduler.requests) == 2
         core.abort_request(["given up"])
         proxy.close()  # every connection breaks, none can be made: down
         assert run_until(core, "waiting") == {"waiting": first["plain"][0]}
         assert counters["remote_failures"] > 0
         assert not counters.get("remote_hits")
-        assert not connector(llm).scheduler.asked
+        assert not connector(llm).scheduler.requests
         assert free_blocks(llm) == free
 
 

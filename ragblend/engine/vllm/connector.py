@@ -222,16 +222,16 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         assert self._store is not None
         meta = self._get_connector_metadata()
-        self._must_report_memory = meta.asks
+        self._must_report_memory = meta.needs_memory_report
         if meta.drops_memory:
             self._drop_memory()
-        if any(meta.forgotten):
-            self._apply_tombstones(meta.forgotten)
+        if any(meta.tombstones):
+            self._apply_tombstones(meta.tombstones)
         if weights_updated.is_set():  # on every rank between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
-            if meta.ahead:
-                self._store.prefetch(meta.ahead)
+            if meta.prefetch_keys:
+                self._store.prefetch(meta.prefetch_keys)
             for job in meta.jobs:
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
