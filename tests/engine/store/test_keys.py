@@ -37,11 +37,6 @@ def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids: list[int], 
     assert (one == other) == same_split
 
 
-@given(ids=IDS, first=st.text(), second=st.text())
-def test_no_key_is_shared_between_namespaces(ids: list[int], first: str, second: str) -> None:
-    assert (chunk_key("model", [1], ids, first) == chunk_key("model", [1], ids, second)) == (first == second)
-
-
 @given(st.text(max_size=8), st.text(max_size=8))
 def test_namespace_and_fingerprint_do_not_run_into_each_other(left: str, right: str) -> None:
     assert (chunk_key(left, [], [], right) == chunk_key(left + right, [], [], "")) == (right == "")

@@ -126,6 +126,10 @@ def test_longrope_is_used_up_to_its_original_length(make_model):
 # --- the exactness check ---
 
 
+def test_every_supported_family_passes_the_check(family, tiny_model):
+    load(tiny_model(family))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *WINDOWED])
 def test_half_precision_passes_the_check(family, dtype, tiny_model):
