@@ -32,9 +32,9 @@ def redact(text: str, *, echo_of: str | None = None) -> str:
 
     echo_of: the URL that a library was given whose message this is. Other URLs in the message are cut, too.
 
-    >>> redacted("redis://:secret@cache:6379/0?socket_timeout=1")
+    >>> redact("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'
-    >>> redacted("Port could not be cast to integer value as 'sec'", echo_of="redis://:sec#ret@cache")
+    >>> redact("Port could not be cast to integer value as 'sec'", echo_of="redis://:sec#ret@cache")
     "Port could not be cast to integer value as '***'"
     """
     if echo_of is None:
@@ -54,7 +54,7 @@ def has_secret(url: str) -> bool:
 def url_password_hint(url: str) -> str:
     """What to do about a password that ends a URL early, for the end of a message; "" where none does.
 
-    >>> advice_on("redis://:a#b@cache")
+    >>> url_password_hint("redis://:a#b@cache")
     "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
     """
     scheme = _SCHEME.match(url)
@@ -76,7 +76,7 @@ def is_secret(name: str) -> bool:
 def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options for people: those whose name says that they are secret are hidden, URLs are cut.
 
-    >>> without_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
+    >>> hide_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
     {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
     """
     shown: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 def redact_command(words: list[str]) -> list[str]:
     """A command for people: values of flags that are secret are hidden, URLs are cut.
 
-    >>> shown_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
+    >>> redact_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
     ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']
     """
     shown: list[str] = []

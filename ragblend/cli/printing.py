@@ -134,7 +134,7 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
 def join_names(names: Iterable[str], most: int = 3) -> str:
     """The first few names, and how many there are more.
 
-    >>> listed(["a", "b", "c"], most=2)
+    >>> join_names(["a", "b", "c"], most=2)
     'a, b and 1 more (--json lists all)'
     """
     every = list(names)

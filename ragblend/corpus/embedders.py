@@ -185,7 +185,7 @@ class _TextWindow(NamedTuple):
 def _split_windows(text: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> list[_TextWindow]:
     """`text`, whose tokens stand at `spans`, in windows of at most `room` tokens and about equal size.
 
-    >>> [window.text for window in _cut("aa bb cc dd", [(0, 2), (3, 5), (6, 8), (9, 11)], 3)]
+    >>> [window.text for window in _split_windows("aa bb cc dd", [(0, 2), (3, 5), (6, 8), (9, 11)], 3)]
     ['aa bb ', 'cc dd']
     """
     num_windows = math.ceil(len(spans) / max_tokens)

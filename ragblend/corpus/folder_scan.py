@@ -186,7 +186,7 @@ def source_name(name: str) -> str:
 def make_source(path: str, record: str = "") -> str:
     """The source of what a file holds, or of its `#record`. A file whose name ends as a record's would ends in `#`.
 
-    >>> source_of("/a.json", "#0"), source_of("/a.json"), source_of("/a.json#0")
+    >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')
     """
     return path + (record or "#" * (path.endswith("#") or _RECORD.search(path) is not None))
@@ -210,7 +210,7 @@ def is_in(path: str, folder: str) -> bool:
 def iter_path_and_parents(path: str) -> Iterator[str]:
     """A path, the folder it is in, and all above that.
 
-    >>> list(lineage("/a/b"))
+    >>> list(iter_path_and_parents("/a/b"))
     ['/a/b', '/a', '/']
     """
     yield path

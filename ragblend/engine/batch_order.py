@@ -22,7 +22,7 @@ def order_by_shared_chunks(
     loaded into, which forgets what was used longest ago. Equal prompts stay in their order. Takes time and memory of
     the uses of all chunks and the square of the prompts: a second for a few thousand.
 
-    >>> grouped([["a", "b"], ["c", "d"], ["b", "a"]], {"a": 1, "b": 1, "c": 1, "d": 1}, 2)
+    >>> order_by_shared_chunks([["a", "b"], ["c", "d"], ["b", "a"]], {"a": 1, "b": 1, "c": 1, "d": 1}, 2)
     [0, 2, 1]
     """
     users: defaultdict[str, list[int]] = defaultdict(list)

@@ -80,7 +80,7 @@ def recover_chunks(
     - `max_matches`: what is known stays text from there on, and a warning says so.
     - `framed` (the model puts a template around chunks): whole lines only, and not at the end of a user's turn.
 
-    >>> recover("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
+    >>> recover_chunks("Context:\\n\\nfirst\\n\\nsecond\\n\\nQuestion: why?", segments=["first", "second"])[1].text
     'first'
     """
     if registry is not None and not isinstance(content, str | Chunk) and len(content) > 1:

@@ -199,7 +199,7 @@ def split_questions(
 def min_questions(target: float) -> int:
     """Questions that can promise `target` where all agree: the lower bound of n of n is n / (n + 3.84).
 
-    >>> num_needed(0.9), num_needed(0.98)
+    >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
     """
     return math.ceil(Z_SQUARED * target / (1 - target))

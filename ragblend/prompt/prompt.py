@@ -150,7 +150,7 @@ class SegmentedPrompt:
 def merge_texts(parts: Iterable[Part]) -> Iterator[Part]:
     """`parts` with neighbouring texts as one, none empty.
 
-    >>> list(joined_texts(["a", "", "b", Chunk("c"), ""]))[0]
+    >>> list(merge_texts(["a", "", "b", Chunk("c"), ""]))[0]
     'ab'
     """
     for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, str)):

@@ -69,8 +69,8 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
 
     >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
     >>> two = "[CALLS] [{'name': 'add', 'args': X}, {'name': 'sub', 'args': Y}]"
-    >>> found_format(one, two, ("add", "sub"), "XY")
-    CallFormat(begin="{'name': '", middle="', 'args': ", end='}', joint=', ', opening='[CALLS] [', closing=']')
+    >>> infer_call_format(one, two, ("add", "sub"), "XY")
+    CallFormat(begin="{'name': '", middle="', 'args': ", end='}', delimiter=', ', opening='[CALLS] [', closing=']')
     """
     first = re.fullmatch(rf"(.*?){names[0]}(.*?){slots[0]}(.*)", one, re.DOTALL)
     if first is None:

@@ -51,7 +51,7 @@ def similarity_layer(num_layers: int, deepest: int) -> int:
 
     deepest: the last layer that the question was asked in. What lies behind it is not there yet.
 
-    >>> [looked_at(count, count - 1) for count in (2, 5, 30)], looked_at(30, 3), looked_at(30, 0)
+    >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)
     """
     return max(1, min(int(DEPTH * num_layers), deepest))

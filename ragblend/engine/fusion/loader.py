@@ -93,7 +93,7 @@ def _is_far(kv: ChunkKV) -> bool:
 def _merge_adjacent(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ascending spans, with those that touch made one.
 
-    >>> _runs([(2, 5), (5, 9), (12, 15)])
+    >>> _merge_adjacent([(2, 5), (5, 9), (12, 15)])
     [(2, 9), (12, 15)]
     """
     runs: list[tuple[int, int]] = []

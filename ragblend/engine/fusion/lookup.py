@@ -57,7 +57,7 @@ NO_CONTEXT = IngestionContext()
 def default_context_policy(num_layers: int) -> ContextPolicy:
     """What chunks are computed behind where nobody said, and the store remembers nothing.
 
-    >>> default_context(32), default_context(5)
+    >>> default_context_policy(32), default_context_policy(5)
     ('similar', 'none')
     """
     return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
@@ -90,7 +90,7 @@ def lookup_contexts(
     What is exact there is the best, then what the store's `policy` adds, then the chunk alone; each behind the prompt's
     own prefix, `prefix_length` ids, before the one that ingestion computes behind.
 
-    >>> found = contexts([1, 5, 6, 7], 3, prefix_length=1, default_prefix=(2,), policy="similar")
+    >>> found = lookup_contexts([1, 5, 6, 7], 3, prefix_length=1, default_prefix=(2,), policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]
     [((1,), 'similar'), ((2,), 'similar'), ((1,), 'none'), ((2,), 'none')]
     """

@@ -37,7 +37,7 @@ class PrefillItem(NamedTuple):
 def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
     """Neighbours that go into one pass: together `limit` tokens at most, a longer chunk alone.
 
-    >>> [len(each) for each in passes([(1,) * 300, (2,) * 300, (3,) * 300, (4,) * 900, (5,)], limit=640)]
+    >>> [len(each) for each in batch_by_tokens([(1,) * 300, (2,) * 300, (3,) * 300, (4,) * 900, (5,)], limit=640)]
     [2, 1, 1, 1]
     """
     waiting: list[TokenIds] = []

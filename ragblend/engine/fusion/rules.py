@@ -176,7 +176,7 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
 
     What no window reaches moves no keys and values there, and the question sees little of the prompt.
 
-    >>> first_check((5, 11, 17)), first_check((0, 1, 2)), first_check(())
+    >>> default_check_layer((5, 11, 17)), default_check_layer((0, 1, 2)), default_check_layer(())
     (5, 1, 1)
     """
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
@@ -225,7 +225,7 @@ def is_probe_worthwhile(
     It may cost what the recompute of `ratio` costs, and ASK_WORTH more: so much more has the rule that takes its place
     to recompute, and is further from full prefill even then.
 
-    >>> [probe_pays(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
+    >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
     """
     layers = rule.probe_layers(num_layers, global_layers)

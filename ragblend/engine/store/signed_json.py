@@ -21,7 +21,7 @@ CHECKSUM, SIGNATURE = "xxh3_128", "signature"
 def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
     """`facts` as a JSON file. `kind` is sealed too: a file that belongs elsewhere is no good here.
 
-    >>> unseal(seal({"document": "a.txt"}, "pin"), "pin")
+    >>> decode_signed_json(encode_signed_json({"document": "a.txt"}, "pin"), "pin")
     {'document': 'a.txt'}
     """
     return _written(facts, kind, key.sign_metadata(kind, _plain(facts)) if key is not None else None)

@@ -32,8 +32,10 @@ class GgufReference(NamedTuple):
 def parse_gguf_reference(model: str) -> GgufReference | None:
     """What `model` means if it names a GGUF.
 
-    >>> named_gguf("org/repo:model-Q4_K_M.gguf"), named_gguf("models/mine.gguf"), named_gguf("org/repo")
-    (Named(place='org/repo', file='model-Q4_K_M.gguf'), Named(place='', file='models/mine.gguf'), None)
+    >>> parse_gguf_reference("org/repo:model-Q4_K_M.gguf"), parse_gguf_reference("org/repo")
+    (GgufReference(place='org/repo', file='model-Q4_K_M.gguf'), None)
+    >>> parse_gguf_reference("models/mine.gguf")
+    GgufReference(place='', file='models/mine.gguf')
     """
     if not model.lower().endswith(".gguf"):
         return None

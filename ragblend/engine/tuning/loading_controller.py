@@ -116,7 +116,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
 def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
     """Points in order of x, one for each, as high as those before it at least.
 
-    >>> ascending([(2, 5.0), (1, 3.0), (3, 4.0)])
+    >>> make_monotone([(2, 5.0), (1, 3.0), (3, 4.0)])
     ((1, 3.0), (2, 5.0), (3, 5.0))
     """
     highest = dict(sorted(points))  # the last of an x is its highest
@@ -138,8 +138,10 @@ def interpolate(curve: Curve, x: float) -> float:
 def largest_x_within(curve: Curve, y: float) -> float:
     """The largest x of the curve at which it is not above `y`; its first x where it always is.
 
-    >>> last_within(LINEAR, 0.4), last_within(((0.0, 0.1), (0.5, 0.6), (1.0, 1.1)), 0.05), last_within(LINEAR, 7)
-    (0.4, 0.0, 1.0)
+    >>> largest_x_within(LINEAR, 0.4), largest_x_within(LINEAR, 7)
+    (0.4, 1.0)
+    >>> largest_x_within(((0.0, 0.1), (0.5, 0.6), (1.0, 1.1)), 0.05)
+    0.0
     """
     if y >= curve[-1][1]:
         return curve[-1][0]
@@ -158,7 +160,8 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
     r_star: the least ratio that answers well. `load_s` and `prefill_s` are both per layer, or both of all layers. The
     paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms, 4 ms):
 
-    >>> [choose_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in ((0.016, 0.003), (0.004, 0.007))]
+    >>> models = ((0.016, 0.003), (0.004, 0.007))
+    >>> [largest_hidden_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in models]
     [0.8, 0.15]
     """
     if not 0 <= r_star <= 1:
@@ -183,7 +186,7 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 def exposed_load_s(load_s: float, num_layers: int) -> float:
     """Of that, the seconds of loading that nothing hides: layer 1's, where there is one.
 
-    >>> waiting_s(8.0, num_layers=4), waiting_s(8.0, num_layers=1)
+    >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)
     """
     return load_s / num_layers if num_layers > 1 else 0.0

@@ -130,7 +130,7 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     Raises ForbiddenError for another namespace, or where the key lacks the right. What is not for ragblend is dropped.
 
     >>> acme = Grant("acme", frozenset({"ask"}))
-    >>> stamped({"ragblend": {"mode": "prefix"}}, acme)
+    >>> bind_namespace({"ragblend": {"mode": "prefix"}}, acme)
     {'ragblend_tenant': 'acme', 'ragblend': {'mode': 'prefix', 'namespace': 'acme'}}
     """
     own = transfer_params.get(PARAMS_KEY) if isinstance(transfer_params, Mapping) else None

@@ -61,7 +61,7 @@ def kv_reads_per_run(places: Sequence[int]) -> int:
 
     A long run is read for in tiles, as in attention kernels.
 
-    >>> read_by_runs([9, 19, 20, 21])
+    >>> kv_reads_per_run([9, 19, 20, 21])
     32
     """
     return sum(
@@ -72,7 +72,7 @@ def kv_reads_per_run(places: Sequence[int]) -> int:
 def kv_reads_shared(places: Sequence[int]) -> int:
     """Tokens whose keys and values are read where BLOCK_ROWS of the rows, ascending, share one reading.
 
-    >>> read_together([9, 19, 20, 21])
+    >>> kv_reads_shared([9, 19, 20, 21])
     22
     """
     return sum(places[min(start + BLOCK_ROWS, len(places)) - 1] + 1 for start in range(0, len(places), BLOCK_ROWS))

@@ -307,7 +307,7 @@ def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
 
     A rate counts only if all lower ones are within, too.
 
-    >>> highest_rate([Point(1.0, 1.0, 0.2), Point(2.0, 2.0, 0.4), Point(3.0, 2.5, 1.2)], bound_s=0.8)
+    >>> highest_rate([RatePoint(1.0, 1.0, 0.2), RatePoint(2.0, 2.0, 0.4), RatePoint(3.0, 2.5, 1.2)], bound_s=0.8)
     HighestRate(measured=2.0, at_bound=2.25, at_least=False)
     """
     below: RatePoint | None = None

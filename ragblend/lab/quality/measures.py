@@ -153,7 +153,7 @@ def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
 def normalize_answer(text: str) -> str:
     """As SQuAD compares answers: lower case, no punctuation, no articles, single blanks.
 
-    >>> normalised("The  Beatles' (first) album.")
+    >>> normalize_answer("The  Beatles' (first) album.")
     'beatles first album'
     """
     bare = re.sub(r"[^\w\s]", "", text.lower())

@@ -305,8 +305,9 @@ def compute_gap_recovered(
     is not certainly better, because the 95 % interval of the paired difference is not above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
-    >>> recovered(full, reuse, np.full(9, 1.5)), recovered(full, full, full), recovered(reuse, full, full)
-    (0.75, None, None)
+    >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)
+    (0.75, None)
+    >>> compute_gap_recovered(reuse, full, full)
     """
     if not len(gap := _drop_nan(reuse - full)):
         return None

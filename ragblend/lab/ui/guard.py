@@ -60,11 +60,11 @@ def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -
     """Why a request is refused; "" where it is not. `names`: those of this machine, besides all addresses.
 
     >>> names = {"localhost"}
-    >>> refusal("GET", {"host": "localhost:8765"}, names), refusal("GET", {"host": "[::1]:8765"}, names)
-    ('', '')
-    >>> refusal("GET", {"host": "evil.example:8765"}, names).partition(";")[0]
+    >>> [rejection_reason("GET", {"host": host}, names) for host in ("localhost:8765", "[::1]:8765")]
+    ['', '']
+    >>> rejection_reason("GET", {"host": "evil.example:8765"}, names).partition(";")[0]
     "the Host is 'evil.example:8765', which is no address and no name of this machine"
-    >>> refusal("POST", {"host": "localhost:8765", "origin": "http://localhost:3000"}, names).partition(";")[0]
+    >>> rejection_reason("POST", {"host": "localhost:8765", "origin": "http://localhost:3000"}, names).partition(";")[0]
     "this comes from another page ('http://localhost:3000')"
     """
     host = headers.get("host", "")

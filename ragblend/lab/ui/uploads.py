@@ -42,7 +42,7 @@ def uploads_folder(index: str | Path) -> Path:
 def validate_file_name(name: str) -> str:
     """A file's bare name, or UsageError.
 
-    >>> checked_name("annual report.pdf")
+    >>> validate_file_name("annual report.pdf")
     'annual report.pdf'
     """
     check_unicode(name, "the file's name")

@@ -102,7 +102,7 @@ def test_moving_a_chunk_turns_the_shared_part_of_its_keys_alone(family, stored):
         place(layers, fused, Placement(kv, start, exact=False))
         with torch.inference_mode():
             held = type(kv.layer(0))(fused.keys(2)[:, start:end], fused.values(2)[:, start:end])
-            expanded.append(layers.attended(2, held))
+            expanded.append(layers.expand_kv(2, held))
     (near, near_values), (far, far_values) = expanded
     assert near.shape[0] == near_values.shape[0] == 4
     assert torch.equal(near_values, far_values)

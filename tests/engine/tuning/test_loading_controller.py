@@ -317,7 +317,7 @@ def test_interpolation_runs_through_its_points() -> None:
 def test_a_rule_that_asks_first_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
     profile = machine()
     need = WorkloadSpec(ratio=0.15)
-    asking = replace(need, asks_first=True)
+    asking = replace(need, probes_before_selection=True)
     recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
     for share, delays in ((0.05, False), (0.5, True)):
         device = Storage("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
