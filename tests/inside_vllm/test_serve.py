@@ -164,7 +164,7 @@ def test_the_server_follows_the_profile_in_its_store_and_prefetches(engine: Any,
             elsewhere.precompute(chunk)
 
     def ratio(chunk: str) -> float:
-        report = engine.generate(SegmentedPrompt([chunk], QUESTION), max_tokens=1).report
+        report = engine.generate(SegmentedPrompt([chunk], QUESTION), rule="cacheblend", max_tokens=1).report
         assert report.num_chunk_hits == 1
         return report.recompute_ratio
 
