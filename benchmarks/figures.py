@@ -6,7 +6,7 @@ It is `ragblend bench quality`, with its options, and with ways to ask that fuse
 (`benchmarks.baselines`). Read `run_figure` first.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: `options_of` reads those of FigureConfig, whatever name this file runs under.
 
 import json
 from collections.abc import Sequence
