@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from transformers.utils import chat_template_utils
 
 from ragblend.engine import generation
-from ragblend.engine.fusion.rules import DEFAULT, FALLBACK, RULES, find_rule
+from ragblend.engine.fusion.rules import DEFAULT, FALLBACK, RULES
 from ragblend.engine.generation import Conversation, Prefilled, Request
 from ragblend.engine.report import MODES, BlendReport
 from ragblend.engine.store.disk import DiskStore
@@ -27,6 +28,7 @@ from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
+from ragblend.lab.explain import explain
 from ragblend.options import GenerationOptions
 from ragblend.prompt.formats import DeclaredFormat, prompt_format
 from ragblend.prompt.prompt import Chunk, SegmentedPrompt
@@ -121,10 +123,10 @@ def test_stream_and_generate_agree(mode, options, engine):
     assert same_facts(stream.result.report, result.report)
 
 
-@pytest.mark.parametrize("rule", ["auto", *RULES])
+@pytest.mark.parametrize("rule", sorted(RULES))
 def test_every_rule_answers_and_is_named_in_the_report(rule, engine):
     report = engine.generate(PROMPT, rule=rule, recompute_ratio=0.2, max_tokens=2).report
-    assert report.rule == (rule if rule != "auto" else find_rule("auto", 0).name)
+    assert report.rule == rule
     assert report.num_recomputed_tokens > 0
 
 
@@ -226,7 +228,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     for index, chunk in enumerate(CHUNKS):
         if index not in missing:
             engine.precompute(chunk)
-    result = engine.generate(PROMPT, mode=mode, recompute_ratio=0.2, max_tokens=3)
+    result = engine.generate(PROMPT, mode=mode, rule="ask", recompute_ratio=0.2, max_tokens=3)
     report, tokenized = result.report, engine.segmenter.tokenize(PROMPT)
     assert (report.mode, report.prompt_tokens, report.num_chunks) == (mode, tokenized.num_tokens, 3)
     assert report.completion_tokens == len(result.token_ids)
@@ -249,7 +251,7 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     assert (report.num_recomputed_tokens > 0) == (mode == "blend" and any(expected_hits))
     assert report.num_prefix_tokens == (0 if mode == "full" else len(tokenized.prefix_ids))
     assert 0 < report.lookup_s + report.fuse_s + report.stall_s <= report.ttft_s
-    assert report.rule == (find_rule("auto", 0).name if mode == "blend" else "none")
+    assert report.rule == ("ask" if mode == "blend" else "none")
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
     assert json.loads(json.dumps(report.as_dict()))["mode"] == mode
     assert f"{report.num_chunk_hits}/3 chunks" in report.summary()
@@ -297,8 +299,11 @@ def test_layer_0_computed_instead_of_read_is_charged_once_at_any_depth(rule, tin
 
 
 def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engine):
+    chunks = [f"{chunk.text}. " * 4 for chunk in CHUNKS]
+    assert all(engine.precompute_all(chunks))
+
     def run(question: str, rule: str = "auto") -> BlendReport:
-        prompt = SegmentedPrompt(CHUNKS, question)
+        prompt = SegmentedPrompt(chunks, question)
         return engine.generate(prompt, rule=rule, recompute_ratio=0.2, max_tokens=1).report
 
     short, long = run("what is that?"), run("what is that answer to the question? " * 20)
@@ -662,7 +667,7 @@ HALF = "half \ud83d emoji"
 )
 def test_half_a_character_in_a_prompt_is_named_with_its_place_and_the_way_out(engine, what, prompt):
     message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
-    for ask in (engine.generate, engine.stream, engine.explain):
+    for ask in (engine.generate, engine.stream, partial(explain, engine)):
         with pytest.raises(UsageError, match=message):
             ask(prompt)
 

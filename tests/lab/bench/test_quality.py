@@ -44,7 +44,7 @@ from ragblend.lab.quality.study import (
     table_lines,
 )
 
-QUESTIONS = Path(__file__).parents[2] / "data" / "questions"
+QUESTIONS = Path(__file__).parents[3] / "data" / "questions"
 RUN_KEYS = {
     "mode", "rule", "ratio", "context", "kind", "num_questions", "first_token_kl", "first_token_kl_low",
     "first_token_kl_high", "answer_kl", "agreement", "gold_loss", "gold_loss_low", "token_f1", "exact_match", "rouge_l",
